@@ -1,0 +1,15 @@
+"""The kernels, one folder per op: schema, oracle, C++ CPU kernel, shape function, Triton kernel.
+
+    dsv4_npu.ops.move_kv_(slab, tgt, src)                       checked, on the device of the tensors
+    dsv4_npu.ops.move_kv_(slab, tgt, src, backend="ref")        a named implementation: cpu, triton or ref
+    torch.ops.dsv4_npu.move_kv_(slab, tgt, src)                 the bare op, as torch.compile sees it
+
+Importing this package needs neither Triton nor the compiled extension; see :mod:`dsv4_npu.ops.availability`.
+"""
+
+from __future__ import annotations
+
+from dsv4_npu.ops.clear_c128_draft_states import clear_c128_draft_states_
+from dsv4_npu.ops.clear_request_states import clear_request_states_
+
+__all__ = ["clear_c128_draft_states_", "clear_request_states_"]

@@ -1,0 +1,72 @@
+"""Launching Triton kernels: a one-dimensional persistent grid of a size that suits the device.
+
+Imported only by the ops' ``triton.py`` modules, so Triton is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from dsv4_npu.errors import UnavailableError
+
+MOST_PROGRAMS = 65535  # Ascend's limit for the product of the grid
+FEWEST_VECTOR_CORES = 40  # of the smallest supported NPU (facts.md §5); used where the driver does not tell
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What an observer is told: the kernel's name and its number of programs."""
+
+    kernel: str
+    programs: int
+
+
+observers: list[Callable[[Launch], None]] = []
+
+
+@functools.cache
+def program_limit(device_type: str, index: int | None) -> int:
+    """The largest useful grid on a device.
+
+    On an NPU more programs than vector cores are slow; a GPU hides latency with many programs per processor; the
+    interpreter runs programs one after another, where a small grid still makes each program loop.
+    """
+    if device_type == "cuda":
+        return min(MOST_PROGRAMS, 32 * torch.cuda.get_device_properties(index).multi_processor_count)
+    if device_type == "npu":
+        try:
+            utilities = triton.runtime.driver.active.utils
+            return int(utilities.get_device_properties(index or 0)["num_vectorcore"])
+        except (AttributeError, KeyError, RuntimeError):
+            return FEWEST_VECTOR_CORES
+    return 7
+
+
+def launch(kernel: Any, items: int, device: torch.device, *args: Any, **constants: Any) -> None:
+    """Run ``kernel`` over ``items`` pieces of work; no work, no launch.
+
+    The kernel strides over its items by ``tl.num_programs(0)``, so any grid size computes the same.
+    """
+    if items <= 0:
+        return
+    programs = min(items, program_limit(device.type, device.index), MOST_PROGRAMS)
+    interpreted = isinstance(kernel, InterpretedFunction)
+    if device.type == "cpu" and not interpreted:
+        raise UnavailableError(
+            "Triton kernels run on an NPU (torch_npu and triton-ascend), on a CUDA GPU (a CUDA build of torch, and "
+            "triton) or under Triton's interpreter (TRITON_INTERPRET=1 set before Python starts); the tensors are on "
+            "the CPU and the interpreter is off"
+        )
+    for observe in observers:
+        observe(Launch(kernel.fn.__name__, programs))
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        kernel[(programs,)](*args, **constants)

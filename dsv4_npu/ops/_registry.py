@@ -1,0 +1,124 @@
+"""The library ``torch.ops.dsv4_npu``: how an op's schema meets its implementations.
+
+The schema is defined here, once, from the string in the op's folder. Implementations by dispatch key:
+
+==============  ====================================================================================================
+CPU             C++ from ``_C`` where it is built and holds this op, else ``ref.py``
+Meta            the shape function, through ``torch.library.register_fake``
+PrivateUse1     Triton, the NPU's key; the module ``<op>/triton.py`` is imported by the first call
+CUDA            the same Triton kernels, for testing and measuring
+==============  ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4_npu.errors import InputError, UnavailableError
+
+NAMESPACE = "dsv4_npu"
+EXTENSION = Path(__file__).parent.parent / "_C.so"
+BACKENDS = ("auto", "cpu", "triton", "ref")
+
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+
+
+def _load_extension() -> str | None:
+    """Open ``_C``; the reason in words when that does not work."""
+    if not EXTENSION.is_file():
+        return f"{EXTENSION.name} is not built (build it with: pip install --no-build-isolation -e .)"
+    try:
+        torch.ops.load_library(str(EXTENSION))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return f"{EXTENSION.name} does not load with torch {torch.__version__}: {error}"
+    return None
+
+
+@dataclass(frozen=True)
+class Op:
+    """One registered operator and its implementations side by side."""
+
+    name: str
+    schema: str
+    ref: Callable[..., Any]
+
+    @property
+    def qualified_name(self) -> str:
+        return f"{NAMESPACE}::{self.name}"
+
+    @property
+    def overload(self) -> Any:
+        return getattr(torch.ops.dsv4_npu, self.name).default
+
+    @property
+    def has_cpp(self) -> bool:
+        """Whether the CPU key holds the C++ implementation."""
+        return self.name not in _ref_on_cpu
+
+    def triton(self) -> Callable[..., Any]:
+        """The function ``run`` of ``<op>/triton.py``.
+
+        Raises UnavailableError when Triton cannot be imported.
+        """
+        try:
+            module = importlib.import_module(f"dsv4_npu.ops.{self.name.rstrip('_')}.triton")
+        except (ImportError, OSError) as error:
+            raise UnavailableError(
+                f"{self.name} on this device needs Triton, which cannot be imported here ({error}). Install "
+                "triton-ascend for an NPU (pip install triton-ascend) or triton for a CUDA GPU (pip install triton)."
+            ) from error
+        run: Callable[..., Any] = module.run
+        return run
+
+    def __call__(self, backend: str, *args: Any) -> Any:
+        """Run the implementation that ``backend`` names; ``"auto"`` dispatches on the tensors' device.
+
+        Raises InputError for an unknown backend, UnavailableError for one that is not there.
+        """
+        if backend == "auto":
+            return self.overload(*args)
+        if backend == "ref":
+            return self.ref(*args)
+        if backend == "triton":
+            return self.triton()(*args)
+        if backend == "cpu":
+            if not self.has_cpp:
+                raise UnavailableError(f"{self.name}: backend 'cpu' is the C++ implementation, but {extension_problem}")
+            return self.overload(*args)
+        raise InputError(f"{self.name}: backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+
+
+extension_problem: str | None
+ops: dict[str, Op] = {}
+_ref_on_cpu: set[str] = set()
+
+
+def register(name: str, schema: str, *, ref: Callable[..., Any], meta: Callable[..., Any]) -> Op:
+    """Define the op ``name`` (the folder's name, plus ``_`` when it writes its arguments) and all its implementations.
+
+    ``schema`` starts at the parenthesis, as in ``"(Tensor(a!) x, int n) -> ()"``. ``meta`` returns empty tensors of the
+    right shapes (None for an op that only writes its arguments). Called once, by the op's ``__init__.py``.
+    """
+    op = Op(name, schema, ref)
+    _library.define(name + schema)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.qualified_name, "CPU"):
+        _ref_on_cpu.add(name)
+        _library.impl(name, ref, "CPU")
+    torch.library.register_fake(op.qualified_name, meta, lib=_library)
+
+    def on_device(*args: Any) -> Any:
+        return op.triton()(*args)
+
+    for key in ("PrivateUse1", "CUDA"):
+        _library.impl(name, on_device, key)
+    ops[name] = op
+    return op
+
+
+extension_problem = _load_extension()
