@@ -1,0 +1,6 @@
+"""The C4 and C128 compressor on rings: the exact reference that every faster implementation is measured against."""
+
+from dsv4_npu.compressor.plan import RingPlan, plan_ring
+from dsv4_npu.compressor.reference import CompressorWeights, compress_batch, rms_norm, rotate_interleaved
+
+__all__ = ["CompressorWeights", "RingPlan", "compress_batch", "plan_ring", "rms_norm", "rotate_interleaved"]
