@@ -50,6 +50,15 @@ def program_limit(device_type: str, index: int | None) -> int:
     return 7
 
 
+@functools.cache
+def _compiles_for_cpu_tensors() -> bool:
+    """Whether the active driver is one for NPUs, which takes any tensor; upstream's takes none from the CPU."""
+    try:
+        return bool(triton.runtime.driver.active.get_current_target().backend == "npu")
+    except RuntimeError:
+        return False
+
+
 def launch(kernel: Any, items: int, device: torch.device, *args: Any, **constants: Any) -> None:
     """Run ``kernel`` over ``items`` pieces of work; no work, no launch.
 
@@ -58,8 +67,7 @@ def launch(kernel: Any, items: int, device: torch.device, *args: Any, **constant
     if items <= 0:
         return
     programs = min(items, program_limit(device.type, device.index), MOST_PROGRAMS)
-    interpreted = isinstance(kernel, InterpretedFunction)
-    if device.type == "cpu" and not interpreted:
+    if device.type == "cpu" and not isinstance(kernel, InterpretedFunction) and not _compiles_for_cpu_tensors():
         raise UnavailableError(
             "Triton kernels run on an NPU (torch_npu and triton-ascend), on a CUDA GPU (a CUDA build of torch, and "
             "triton) or under Triton's interpreter (TRITON_INTERPRET=1 set before Python starts); the tensors are on "

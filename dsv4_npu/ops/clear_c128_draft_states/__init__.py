@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_npu import addressing
 from dsv4_npu.ops._checks import (
     INDEX_TYPES,
     check_at_least,
@@ -19,7 +20,6 @@ SCHEMA = (
     "(Tensor(a!) state, Tensor req_pool_indices, Tensor seq_lens, Tensor accept_lens, int ring_size, "
     "int num_draft_tokens) -> ()"
 )
-C128_WINDOW = 128
 
 
 def _meta(
@@ -34,11 +34,6 @@ def _meta(
 
 
 OP = register("clear_c128_draft_states_", SCHEMA, ref=ref.clear_c128_draft_states_, meta=_meta)
-
-
-def c128_write_pad(ring_size: int) -> int:
-    """The most rows that one verify may write into a C128 ring of this size (facts.md §2)."""
-    return ring_size - C128_WINDOW + 2 if ring_size > C128_WINDOW else 0
 
 
 def clear_c128_draft_states_(
@@ -87,7 +82,7 @@ def clear_c128_draft_states_(
         fail(name, f"state has rows of {state.shape[2]} elements; allowed: an even number, the kv and the score half")
     check_at_least(name, "ring_size", ring_size, 1)
     check_at_least(name, "num_draft_tokens", num_draft_tokens, 1)
-    legal = c128_write_pad(ring_size) if write_pad is None else write_pad
+    legal = addressing.write_pad(ring_size, 128) if write_pad is None else write_pad
     if num_draft_tokens > legal:
         fail(
             name,

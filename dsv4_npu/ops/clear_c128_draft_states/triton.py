@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._state_words import as_words
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def clear_c128_draft_states_kernel(
     state,
     req_pool_indices,
@@ -26,11 +27,12 @@ def clear_c128_draft_states_kernel(
     layer_stride,
     ring_size,
     num_draft_tokens,
+    SCORE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
-    empty = tl.where(column < WIDTH // 2, 0.0, float("-inf")).to(state.dtype.element_ty)
+    empty = tl.where(column < WIDTH // 2, 0, SCORE).to(state.dtype.element_ty)
     for pair in range(tl.program_id(0), pairs, tl.num_programs(0)):
         batch = pair // layers
         layer = pair % layers
@@ -52,12 +54,13 @@ def run(
     num_draft_tokens: int,
 ) -> None:
     layers, rows, width = state.shape
+    words, score = as_words(state)
     pairs = layers * req_pool_indices.shape[0]
     launch(
         clear_c128_draft_states_kernel,
         pairs if width else 0,
         state.device,
-        state,
+        words,
         req_pool_indices,
         seq_lens,
         accept_lens,
@@ -66,6 +69,7 @@ def run(
         rows * width,
         ring_size,
         num_draft_tokens,
+        SCORE=score,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
     )

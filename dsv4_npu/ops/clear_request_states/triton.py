@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 
 from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._state_words import as_words
 
 ROWS_PER_ITEM = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items"])
 def clear_request_states_kernel(
     state,
     req_pool_indices,
@@ -22,12 +23,13 @@ def clear_request_states_kernel(
     runs,
     layer_stride,
     ring_size,
+    SCORE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
-    empty = tl.where(column < WIDTH // 2, 0.0, float("-inf")).to(state.dtype.element_ty)
+    empty = tl.where(column < WIDTH // 2, 0, SCORE).to(state.dtype.element_ty)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         request = tl.load(req_pool_indices + item // (layers * runs)).to(tl.int64)
         layer = (item // runs) % layers
@@ -39,19 +41,21 @@ def clear_request_states_kernel(
 
 def run(state: torch.Tensor, req_pool_indices: torch.Tensor, ring_size: int) -> None:
     layers, rows, width = state.shape
+    words, score = as_words(state)
     runs = triton.cdiv(ring_size, ROWS_PER_ITEM)
     items = layers * runs * req_pool_indices.shape[0]
     launch(
         clear_request_states_kernel,
         items if width else 0,
         state.device,
-        state,
+        words,
         req_pool_indices,
         items,
         layers,
         runs,
         rows * width,
         ring_size,
+        SCORE=score,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ROWS=ROWS_PER_ITEM,
