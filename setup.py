@@ -15,6 +15,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 MODULES = ("_C", "_ledger")
@@ -110,6 +111,9 @@ class BuildWithCMake(build_ext):
             except BuildError as error:
                 left_out.append(f"{name}: {error}")
         self.output_folder = output
+        for line in left_out:  # an older build's module must not pass for this one's
+            for stale in output.glob(f"{line.split(':')[0]}*.so"):
+                stale.unlink()
         if left_out:
             print(
                 "dsv4_npu: installed without some compiled parts; their plain-torch or plain-Python twins run "
@@ -125,4 +129,26 @@ class BuildWithCMake(build_ext):
         return {}
 
 
-setup(ext_modules=[Extension(f"dsv4_npu.{name}", []) for name in MODULES], cmdclass={"build_ext": BuildWithCMake})
+class BuildWithConfigs(build_py):
+    """Puts the model and platform configurations, which a checkout keeps beside the package, into the wheel."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for source, target in self.config_files():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+
+    def config_files(self) -> list[tuple[Path, Path]]:
+        inside = Path(self.build_lib) / "dsv4_npu" / "configs"
+        folder = ROOT / "configs"
+        return [(path, inside / path.relative_to(folder)) for path in sorted(folder.glob("*/*.json"))]
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *(str(target) for _, target in self.config_files())]
+
+
+setup(
+    ext_modules=[Extension(f"dsv4_npu.{name}", []) for name in MODULES],
+    cmdclass={"build_ext": BuildWithCMake, "build_py": BuildWithConfigs},
+)
