@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from dsv4_npu import addressing
+from dsv4_npu.alloc.audit import audit
 from dsv4_npu.alloc.epochs import Epochs
 from dsv4_npu.alloc.ledger import Backend, make_ledger
 from dsv4_npu.alloc.mirrors import Mirrors
@@ -104,6 +105,10 @@ class KVAllocator:
         if rid not in self._row_of:
             raise OwnershipError(f"request {rid!r} has no row")
         return self._row_of[rid]
+
+    def requests(self) -> dict[int, Hashable]:
+        """Open rows and their requests."""
+        return dict(self._rid_of)
 
     def rows(self) -> list[int]:
         """Open rows, ascending."""
@@ -260,6 +265,18 @@ class KVAllocator:
     def flush(self) -> int:
         """Send all pending table changes to the mirrors in one asynchronous copy; returns the entries sent."""
         return self.mirrors.flush()
+
+    # -- audit ---------------------------------------------------------------------------------------------------
+
+    def register_holder(self, name: str, holder: Holder) -> None:
+        """Let the audit count the pages of a holder outside of the rows."""
+        if name in self.holders:
+            raise InputError(f"holder {name!r} is registered already")
+        self.holders[name] = holder
+
+    def audit(self, deep: bool = True) -> None:
+        """Check every invariant; raises AuditError that names family, page, holders and step."""
+        audit(self, deep)
 
     # -- numbers -------------------------------------------------------------------------------------------------
 

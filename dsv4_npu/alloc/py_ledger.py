@@ -436,7 +436,7 @@ class PyLedger(PyPages):
         columns = np.arange(keep, max(keep, held))
         pages = state.c128_table[row, columns]
         self._put_sidecar(row, columns, 0)
-        self._release(pages[pages > 0].astype(np.int64))
+        self._release(pages[pages > 0])
         state.c128_cols[row] = min(held, keep)
 
     def _put_columns(self, row: int, columns: I64, pages: I32 | I64 | int) -> None:

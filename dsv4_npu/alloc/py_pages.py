@@ -250,7 +250,7 @@ class PyPages:
         self._put(FULL, pages.astype(np.int32))
         return swa
 
-    def _release(self, pages: I64) -> None:
+    def _release(self, pages: I32 | I64) -> None:
         for page in pages.tolist():
             self.state.c128_count[page] -= 1
             if self.state.c128_count[page] == 0:
