@@ -17,8 +17,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "dsv4_npu"
 
 PRELUDE = """
-import sys
-import dsv4_npu, dsv4_npu.ops
+import sys, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import dsv4_npu, dsv4_npu.ops
 from dsv4_npu.errors import UnavailableError
 from dsv4_npu.ops import _registry, availability
 assert dsv4_npu.__file__.startswith(HERE), dsv4_npu.__file__
@@ -111,6 +113,8 @@ def test_without_the_extension(tmp_path: Path) -> None:
         """
 assert not parts["_C"].usable and "pip install" in parts["_C"].detail
 assert not any(op.has_cpp for op in _registry.ops.values())
+told = [str(warning.message) for warning in caught]
+assert told.count(f"CPU kernels run in plain torch, slower: {_registry.extension_problem}") == 1, told
 try:
     dsv4_npu.ops.clear_c128_draft_states_(*arguments, backend="cpu")
 except UnavailableError as error:

@@ -11,5 +11,6 @@ from __future__ import annotations
 
 from dsv4_npu.ops.clear_c128_draft_states import clear_c128_draft_states_
 from dsv4_npu.ops.clear_request_states import clear_request_states_
+from dsv4_npu.ops.move_kv import move_kv_
 
-__all__ = ["clear_c128_draft_states_", "clear_request_states_"]
+__all__ = ["clear_c128_draft_states_", "clear_request_states_", "move_kv_"]

@@ -13,6 +13,7 @@ CUDA            the same Triton kernels, for testing and measuring
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,3 +123,5 @@ def register(name: str, schema: str, *, ref: Callable[..., Any], meta: Callable[
 
 
 extension_problem = _load_extension()
+if extension_problem:
+    warnings.warn(f"CPU kernels run in plain torch, slower: {extension_problem}", RuntimeWarning, stacklevel=2)

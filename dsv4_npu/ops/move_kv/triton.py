@@ -1,0 +1,111 @@
+"""The move as one Triton launch: a program owns a byte range of a group's rows, reads every source, then writes.
+
+The tile [rows of the group, words] is what makes overlaps and swaps right: it is complete before the first store. A
+list so long that not even the narrowest tile holds it goes through a scratch slab in two launches.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_npu.ops._launch import launch
+
+TILE_WORDS = 8192
+WIDEST_BLOCK = 512
+NARROWEST_BLOCK = 8
+LONGEST_GROUP = TILE_WORDS // NARROWEST_BLOCK
+SCRATCH_GROUP = 16
+
+
+@triton.jit(do_not_specialize=["items", "groups", "group_size", "count"])
+def copy_rows_kernel(
+    destination,
+    source,
+    tgt,
+    src,
+    items,
+    groups,
+    blocks,
+    group_size,
+    count,
+    destination_layer,
+    source_layer,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    entry = tl.arange(0, GROUP)
+    column = tl.arange(0, BLOCK)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        group = item % groups
+        block = (item // groups) % blocks
+        layer = (item // groups // blocks).to(tl.int64)
+        live = entry < min(group_size, count - group * group_size)
+        # A skipped pair (-1, -1) becomes the dummy slot copied onto itself: no mask that depends on data.
+        read = tl.maximum(tl.load(src + group * group_size + entry, mask=live, other=0).to(tl.int32), 0).to(tl.int64)
+        write = tl.maximum(tl.load(tgt + group * group_size + entry, mask=live, other=0).to(tl.int32), 0).to(tl.int64)
+        source_base = source + layer * source_layer + block * BLOCK
+        destination_base = destination + layer * destination_layer + block * BLOCK
+        tile = tl.load(source_base + read[:, None] * ROW + column[None, :], mask=live[:, None], other=0)
+        tl.store(destination_base + write[:, None] * ROW + column[None, :], tile, mask=live[:, None])
+
+
+def as_words(slab: torch.Tensor) -> torch.Tensor:
+    """The slab as [layers, slots, words] of the widest integers that fit its rows."""
+    flat = slab.view(slab.shape[0], slab.shape[1] * slab.shape[2], -1)
+    start, row_bytes = flat.storage_offset() * flat.element_size(), flat.shape[2] * flat.element_size()
+    for dtype in (torch.int32, torch.int16):
+        if row_bytes % dtype.itemsize == 0 and start % dtype.itemsize == 0:
+            return flat.view(dtype)
+    return flat.view(torch.int8)
+
+
+def copy_rows(
+    destination: torch.Tensor, source: torch.Tensor, tgt: torch.Tensor, src: torch.Tensor, group_size: int
+) -> None:
+    """One launch over [layers, slots, words] slabs; each run of ``group_size`` pairs is read before it is written."""
+    count = tgt.numel()
+    groups = triton.cdiv(count, group_size)
+    layers, row = source.shape[0], source.shape[2]
+    padded = triton.next_power_of_2(group_size)
+    # A power of two that divides the row: a block never reaches into the next row, so columns need no mask.
+    block = min(row & -row, WIDEST_BLOCK, max(TILE_WORDS // padded, 1))
+    blocks = row // block
+    items = layers * blocks * groups
+    launch(
+        copy_rows_kernel,
+        items,
+        source.device,
+        destination,
+        source,
+        tgt,
+        src,
+        items,
+        groups,
+        blocks,
+        group_size,
+        count,
+        destination.shape[1] * row,
+        source.shape[1] * row,
+        ROW=row,
+        BLOCK=block,
+        GROUP=padded,
+    )
+
+
+def run(slab: torch.Tensor, tgt: torch.Tensor, src: torch.Tensor) -> None:
+    if slab.numel() == 0 or tgt.numel() == 0:
+        return
+    rows = as_words(slab)
+    if tgt.shape[-1] <= LONGEST_GROUP:
+        copy_rows(rows, rows, tgt, src, tgt.shape[-1])
+        return
+    count = tgt.numel()
+    scratch = rows.new_empty(rows.shape[0], count, rows.shape[2])
+    order = torch.arange(count, dtype=torch.int32, device=slab.device)
+    copy_rows(scratch, rows, order, src, SCRATCH_GROUP)
+    copy_rows(rows, scratch, tgt, order, SCRATCH_GROUP)
