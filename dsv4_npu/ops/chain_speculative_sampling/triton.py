@@ -3,6 +3,7 @@
 Every program of the first launch judges its request's drafts for itself (a few single elements, read at once), so it
 knows which row to sum without waiting for another program. Programs own consecutive (request, block) pieces.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ Every program of the first launch walks its request's tree for itself (a few sin
 sum without waiting for another program. Programs own consecutive (request, block) pieces. Only the target's row of the
 last accepted node is read whole, once; the mass of that node's rejected children is left out on the way.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

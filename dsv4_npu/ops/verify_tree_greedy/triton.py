@@ -1,4 +1,5 @@
 """One launch: a program walks its requests' trees one node at a time, for nothing but single elements is read."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
