@@ -41,7 +41,7 @@ class BatchPlan:
         start_positions: int64 ``[B]``.
         mask: ``[B, 1, q, window − 1 + q]`` additive, over the SWA rows that :meth:`PoolLayer.update` returns.
         swa_new: int64 ``[B, q]``; SWA slots of the new rows, -1 for padding.
-        swa_window: int64 ``[B, window − 1 + q]``; SWA slots of positions ``start − window + 1 ..``, -1 where none is read.
+        swa_window: int64 ``[B, window − 1 + q]``; SWA slots of positions ``start − window + 1 ..``, -1 where unread.
         rings: plan per ratio.
         entries: compressed entries per ratio.
     """
