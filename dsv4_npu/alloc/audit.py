@@ -146,10 +146,8 @@ class _Check:
         counted = np.bincount(view.side_pages, minlength=total + 1) + view.count_outside(C128)
         wrong = np.flatnonzero(counted[1:] != state.c128_count[1:]) + 1
         self.report(C128, wrong, "the reference count is not row entries plus holder entries", RETURN)
-        counted = state.c128_count > 0
-        self.report(
-            C128, np.flatnonzero(counted != (state.page_state[C128] == HELD)), "count and state disagree", RETURN
-        )
+        differ = np.flatnonzero((state.c128_count > 0) != (state.page_state[C128] == HELD))
+        self.report(C128, differ, "count and state disagree", RETURN)
         rows = view.open_rows
         filled = np.bincount(view.side_rows, minlength=len(state.c128_cols))[rows]
         inside = view.side_cols < state.c128_cols[view.side_rows]
