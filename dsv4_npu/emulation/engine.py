@@ -61,7 +61,7 @@ class EngineOptions:
         accept: "greedy" or "rejection" (which draws with ``temperature``).
         temperature: 0 makes the target's distribution one-hot.
         clear: run the clear of rejected C128 rows.
-        early_exit_layers: layers that the early-exit drafter runs.
+        early_exit_layers: layers that the early-exit drafter runs; None: all but the last.
         stop: token ids that end a request.
     """
 
@@ -70,7 +70,7 @@ class EngineOptions:
     accept: Literal["greedy", "rejection"] = "greedy"
     temperature: float = 0.0
     clear: bool = True
-    early_exit_layers: int = 3
+    early_exit_layers: int | None = None
     stop: tuple[int, ...] = ()
     seed: int = 0
 
@@ -219,11 +219,13 @@ class Engine:
         if not count or self.drafter is None:
             return Drafts(torch.zeros((len(requests), 0), dtype=torch.int64))
 
+        layers = self.options.early_exit_layers or max(self.config.model.num_layers - 1, 1)
+
         def step(tokens: torch.Tensor, offset: int) -> torch.Tensor:
             self.alloc.flush()
             starts = (seq_lens + offset).tolist()
             plan = plan_batch(self.pools, self.tables, [r.row for r in requests], starts, [1] * len(requests))
-            return self.pooled.forward(tokens[:, None], plan, self.options.early_exit_layers)[:, 0]
+            return self.pooled.forward(tokens[:, None], plan, layers)[:, 0]
 
         return self.drafter.propose([r.history for r in requests], count, step)
 

@@ -70,7 +70,7 @@ def build_model(spec: ModelSpec, seed: int = 0) -> Any:
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module, gen: torch.Generator) -> None:
+def _randomise(model: Any, gen: torch.Generator) -> None:
     for name, value in model.named_parameters():
         noise = torch.randn(value.shape, generator=gen, dtype=torch.float64)
         if name.endswith(("norm.weight", "layernorm.weight")):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4_npu import ops
 from dsv4_npu.errors import InputError
+from dsv4_npu.ops.chain_speculative_sampling import chain_speculative_sampling
+from dsv4_npu.ops.verify_tree_greedy import verify_tree_greedy
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ def chain_layout(
 
 def _outputs(candidates: torch.Tensor, depth: int) -> VerifyResult:
     batch, width = candidates.shape
-    empty = {"dtype": torch.int32, "device": candidates.device}
     return VerifyResult(
-        torch.empty(batch * width, **empty), torch.empty((batch, depth), **empty), torch.empty(batch, **empty)
+        candidates.new_empty(batch * width, dtype=torch.int32),
+        candidates.new_empty((batch, depth), dtype=torch.int32),
+        candidates.new_empty(batch, dtype=torch.int32),
     )
 
 
@@ -69,8 +71,8 @@ def accept_greedy(candidates: torch.Tensor, target_predict: torch.Tensor, depth:
     """
     depth = _depth(candidates, depth)
     result = _outputs(candidates, depth)
-    layout = chain_layout(*candidates.shape, candidates.device)
-    ops.verify_tree_greedy(result.predict, result.accept_index, result.accept_lens, candidates, *layout, target_predict)
+    layout = chain_layout(candidates.shape[0], candidates.shape[1], candidates.device)
+    verify_tree_greedy(result.predict, result.accept_index, result.accept_lens, candidates, *layout, target_predict)
     return VerifyResult(result.predict, result.accept_index, result.accept_lens + 1)
 
 
@@ -93,8 +95,8 @@ def accept_rejection(
     """
     depth = _depth(candidates, depth)
     result = _outputs(candidates, depth)
-    index, _, _ = chain_layout(*candidates.shape, candidates.device)
-    ops.chain_speculative_sampling(
+    index, _, _ = chain_layout(candidates.shape[0], candidates.shape[1], candidates.device)
+    chain_speculative_sampling(
         result.predict,
         result.accept_index,
         result.accept_lens,

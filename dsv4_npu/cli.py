@@ -1,0 +1,35 @@
+"""The ``dsv4-npu`` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from dsv4_npu import __version__
+from dsv4_npu.errors import Dsv4NpuError
+
+#: Subcommand -> (module with ``add_arguments`` and ``run``, help).
+COMMANDS = {
+    "run": (
+        "dsv4_npu.emulation.command",
+        "decode text speculatively from the pools on a CPU and compare with the oracle",
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status (2 for bad input)."""
+    parser = argparse.ArgumentParser(prog="dsv4-npu", description="DeepSeek-V4 KV memory for Ascend NPUs")
+    parser.add_argument("--version", action="version", version=f"dsv4-npu {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text)
+        importlib.import_module(module).add_arguments(sub)
+    args = parser.parse_args(argv)
+    try:
+        status: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
+    except Dsv4NpuError as error:
+        print(f"dsv4-npu {args.command}: {error}", file=sys.stderr)
+        return 2
+    return status

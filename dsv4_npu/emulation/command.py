@@ -1,0 +1,229 @@
+"""``dsv4-npu run``: decode text prompts speculatively from the pools and compare with the oracle."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dsv4_npu.budget import PoolSizes, sizes_for_tokens
+from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
+from dsv4_npu.emulation import tokenizer
+from dsv4_npu.emulation.drafters import Drafter, ScriptedDrafter, make_drafter
+from dsv4_npu.emulation.engine import Engine, EngineOptions
+from dsv4_npu.emulation.model import build_model
+from dsv4_npu.emulation.oracle import Oracle
+from dsv4_npu.emulation.result import RunResult, summarise
+from dsv4_npu.errors import ConfigError, InputError
+
+PROMPTS = Path(__file__).with_name("prompts.txt")
+DEFAULT_DRAFTS = {"none": 0, "chain": 3, "dspark": 5}
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: at least 1 is needed")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``run``."""
+    parser.add_argument("--model", default="tiny", help="a model name or the path of a config.json (default: tiny)")
+    parser.add_argument(
+        "--platform", action="append", choices=("a2", "a3", "a5", "cpu"), help="may be repeated (default: a3)"
+    )
+    parser.add_argument(
+        "--spec", action="append", choices=("none", "chain", "dspark"), help="may be repeated (default: chain)"
+    )
+    parser.add_argument("--draft-tokens", type=int, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
+    parser.add_argument("--drafter", choices=("ngram", "early-exit", "scripted"), default="early-exit")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="text file, one prompt per paragraph")
+    parser.add_argument("--batch", type=positive, default=4, help="requests that run at once")
+    parser.add_argument("--max-new-tokens", type=positive, default=32)
+    parser.add_argument("--accept", choices=("greedy", "rejection"), default="greedy")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of rejection sampling; 0 is one-hot")
+    parser.add_argument("--chunk", type=positive, default=256, help="prompt tokens per prefill forward")
+    parser.add_argument("--page-size", type=positive, help="tokens per page (default: the platform's)")
+    parser.add_argument("--c128-page-size", type=positive, default=16, help="C128 entries per page; below 16 for tests")
+    parser.add_argument("--swa-ratio", type=float, default=1.0, help="SWA pages as a share of FULL pages")
+    parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the coins")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
+
+
+def deployment(args: argparse.Namespace, model: ModelSpec, platform: str, spec: str, longest: int) -> CacheConfig:
+    """The cache configuration that the options describe, for prompts of up to ``longest`` tokens."""
+    drafts = DEFAULT_DRAFTS[spec] if args.draft_tokens is None or spec == "none" else args.draft_tokens
+    return CacheConfig(
+        model,
+        PlatformSpec.load(platform),
+        SpeculationSpec(spec, drafts),  # type: ignore[arg-type]
+        page_size=args.page_size,
+        c128_page_size=args.c128_page_size,
+        context_len=longest + args.max_new_tokens,
+        request_rows=args.batch,
+        kv_row="fp64",
+        indexer_row="fp64",
+        emulated_kernels=args.c128_page_size < 16,
+    )
+
+
+def pool_sizes(config: CacheConfig, swa_ratio: float) -> PoolSizes:
+    """Pages for every request row filled to its width."""
+    return sizes_for_tokens(config, config.request_rows * config.width, swa_ratio)
+
+
+def scripted_drafter(oracle: Oracle, prompts: list[list[int]], vocab: int) -> Drafter:
+    """Accept every length in turn: the drafts are the oracle's tokens up to a length that cycles with the history."""
+    by_length = sorted(prompts, key=len, reverse=True)
+
+    def continuation(history: Any, count: int) -> list[int]:
+        prompt = next(p for p in by_length if list(history[: len(p)]) == p)
+        done = len(history) - len(prompt)
+        return oracle.greedy(prompt, done + count).tokens[done:]
+
+    return ScriptedDrafter(continuation, lambda b, length: b + length, vocab)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every combination of platform and speculation; exit status 0 only if all are identical and clean."""
+    console = Console()
+    if args.temperature < 0:
+        raise ConfigError(f"temperature = {args.temperature}; 0 or more is needed")
+    if args.temperature and args.accept == "greedy":
+        raise ConfigError(f"temperature = {args.temperature} with greedy acceptance; use --accept rejection")
+    if args.temperature and args.drafter == "scripted":
+        raise ConfigError("the scripted drafter follows the greedy oracle; use it with --temperature 0")
+    torch.set_num_threads(1)
+    spec_model = ModelSpec.load(args.model)
+    if spec_model.vocab_size < tokenizer.BYTES:
+        raise ConfigError(f"model {spec_model.name}: vocab_size = {spec_model.vocab_size}; bytes need 256 token ids")
+    texts = tokenizer.read_prompts(args.prompts)
+    prompts = [tokenizer.encode(text) for text in texts]
+    longest = max(map(len, prompts))
+    combinations = list(itertools.product(args.platform or ["a3"], args.spec or ["chain"]))
+    # Every configuration is checked before anything runs.
+    configs = [deployment(args, spec_model, platform, spec, longest) for platform, spec in combinations]
+    if args.json and not args.json.parent.is_dir():
+        raise InputError(f"--json {args.json}: the folder {args.json.parent} does not exist")
+    model = build_model(spec_model, args.seed)
+    oracle = Oracle(model)
+    results = []
+    for config in configs:
+        result = _run_one(args, console, model, oracle, config, prompts)
+        results.append(result)
+        _print_result(console, result)
+    if args.json:
+        args.json.write_text(json.dumps({"runs": [r.to_json() for r in results]}, indent=1) + "\n", encoding="utf-8")
+        console.print(f"numbers written to {args.json}")
+    _print_summary(console, results)
+    return 0 if all(r.ok for r in results) else 1
+
+
+def _run_one(
+    args: argparse.Namespace,
+    console: Console,
+    model: Any,
+    oracle: Oracle,
+    config: CacheConfig,
+    prompts: list[list[int]],
+) -> RunResult:
+    spec = config.speculation
+    label = f"{config.model.name} on {config.platform.name}, {spec.kind}" + (
+        f" D={spec.verify_width}, {args.drafter} drafts" if spec.speculative else ""
+    )
+    if args.accept == "rejection":
+        label += f", rejection sampling at temperature {args.temperature:g}"
+    drafter: Drafter | None = None
+    if spec.verify_width > 1:
+        scripted = args.drafter == "scripted"
+        drafter = scripted_drafter(oracle, prompts, config.model.vocab_size) if scripted else make_drafter(args.drafter)
+    options = EngineOptions(
+        batch=args.batch, chunk=args.chunk, accept=args.accept, temperature=args.temperature, seed=args.seed
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        decode = progress.add_task(f"{label}: decode", total=len(prompts) * args.max_new_tokens)
+
+        def tick(engine: Engine) -> None:
+            done = sum(len(r.outputs) for r in [*engine.finished, *engine.running])
+            progress.update(decode, completed=done)
+
+        engine = Engine(model, config, pool_sizes(config, args.swa_ratio), drafter, options, on_round=tick)
+        for prompt in prompts:
+            engine.submit(prompt, args.max_new_tokens)
+        began = time.perf_counter()
+        requests = engine.run()
+        seconds = time.perf_counter() - began
+        check = progress.add_task(f"{label}: oracle", total=len(requests))
+        if not args.temperature:
+            for request in requests:
+                oracle.greedy(request.prompt, len(request.outputs))
+                progress.advance(check)
+        return summarise(engine, requests, oracle, label, bool(args.temperature), seconds)
+
+
+def _print_result(console: Console, result: RunResult) -> None:
+    table = Table(title=result.label, title_justify="left")
+    for name in ("request", "prompt", "new", "rounds", "rows accepted: rounds", "logit error", "identical", "output"):
+        table.add_column(name, justify="right" if name in ("request", "prompt", "new", "rounds") else "left")
+    for r in result.requests:
+        histogram = "  ".join(f"{k}:{v}" for k, v in r.accept_histogram.items())
+        verdict = "yes" if r.identical else f"NO (token {r.first_difference})"
+        text = tokenizer.decode(r.outputs)
+        table.add_row(
+            str(r.rid),
+            str(r.prompt_tokens),
+            str(len(r.outputs)),
+            str(r.rounds),
+            histogram,
+            f"{r.max_logit_error:.1e}",
+            verdict,
+            text[:28] + ("…" if len(text) > 28 else ""),
+        )
+    console.print(table)
+    families = Table()
+    for name in ("family", "pages held", "peak", "of", "MiB"):
+        families.add_column(name, justify="left" if name == "family" else "right")
+    for f in result.families:
+        families.add_row(f.name, str(f.used), str(f.peak), str(f.total), f"{f.bytes / 2**20:.2f}")
+    console.print(families)
+
+
+def _print_summary(console: Console, results: list[RunResult]) -> None:
+    table = Table(title="summary", title_justify="left")
+    for name in ("run", "identical", "audit", "leaks", "verify rounds", "rows per round", "seconds"):
+        table.add_column(name)
+    for r in results:
+        accepted = sum(q.mean_accept * q.rounds for q in r.requests)
+        rounds = sum(q.rounds for q in r.requests)
+        table.add_row(
+            r.label,
+            "yes" if r.identical else "NO",
+            r.audit,
+            ", ".join(r.leaked) or "none",
+            str(r.rounds),
+            f"{accepted / rounds:.2f}" if rounds else "-",
+            f"{r.seconds:.1f}",
+        )
+    console.print(table)
+    worst = max((q.max_logit_error for r in results for q in r.requests), default=0.0)
+    margin = min((q.min_margin for r in results for q in r.requests), default=0.0)
+    console.print(
+        f"identical = {'yes' if all(r.identical for r in results) else 'NO'} "
+        f"(largest logit difference {worst:.1e}, smallest top-2 margin {margin:.1e})"
+    )

@@ -1,0 +1,157 @@
+"""What a run found: per request, per family, and whether it equals the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dsv4_npu.emulation.engine import Engine, RequestRun
+from dsv4_npu.emulation.oracle import Oracle
+from dsv4_npu.errors import AuditError
+
+#: Largest difference between two float64 computations of one logit that is put down to rounding.
+LOGIT_TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """One request compared with the oracle."""
+
+    rid: int
+    prompt_tokens: int
+    cached_tokens: int
+    outputs: list[int]
+    finish: str
+    rounds: int
+    accept_histogram: dict[int, int]
+    identical: bool
+    first_difference: int | None
+    max_logit_error: float
+    min_margin: float
+
+    @property
+    def mean_accept(self) -> float:
+        """Mean rows accepted per verify."""
+        return sum(k * v for k, v in self.accept_histogram.items()) / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True)
+class FamilyUsage:
+    """Pages of one allocator family, and the bytes of the slabs that it indexes."""
+
+    name: str
+    used: int
+    peak: int
+    total: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A whole run. ``ok`` only if every request equals the oracle, the audit is clean and every page came back."""
+
+    label: str
+    requests: list[RequestResult]
+    families: list[FamilyUsage]
+    audit: str
+    leaked: list[str]
+    rounds: int
+    seconds: float
+
+    @property
+    def identical(self) -> bool:
+        """Whether every request equals the oracle."""
+        return all(r.identical for r in self.requests)
+
+    @property
+    def ok(self) -> bool:
+        """Identical, audited and without leaks."""
+        return self.identical and self.audit == "clean" and not self.leaked
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        return {**asdict(self), "identical": self.identical, "ok": self.ok}
+
+
+def compare(request: RequestRun, oracle: Oracle, sampled: bool) -> RequestResult:
+    """Compare outputs and logits with the oracle.
+
+    A greedy run must choose the oracle's tokens. A run that samples cannot, so the oracle is forced along its tokens
+    and the logits behind every choice must agree.
+    """
+    count = len(request.outputs)
+    logits = torch.stack(request.logits)
+    if sampled:
+        wanted_tokens, wanted = request.outputs, oracle.forced(request.prompt, request.outputs)
+        top = wanted.topk(2, dim=-1).values
+        margin = float((top[:, 0] - top[:, 1]).min())
+    else:
+        run = oracle.greedy(request.prompt, count)
+        wanted_tokens, wanted, margin = run.tokens, run.logits, float(run.margins().min())
+    differ = [i for i in range(count) if wanted_tokens[i] != request.outputs[i]]
+    # Behind a wrong token the histories differ, so logits are compared up to it.
+    upto = differ[0] + 1 if differ else count
+    error = float((logits[:upto] - wanted[:upto]).abs().max())
+    return RequestResult(
+        rid=request.rid,
+        prompt_tokens=len(request.prompt),
+        cached_tokens=request.cached,
+        outputs=list(request.outputs),
+        finish=request.finish,
+        rounds=request.rounds,
+        accept_histogram=dict(sorted(request.accepts.items())),
+        identical=not differ and error <= LOGIT_TOLERANCE,
+        first_difference=differ[0] if differ else None,
+        max_logit_error=error,
+        min_margin=margin,
+    )
+
+
+def family_usage(engine: Engine) -> list[FamilyUsage]:
+    """Pages and bytes per allocator family; compressor states are listed with the owner of their banks."""
+    pools, usage = engine.pools, engine.alloc.usage()
+    by_page = pools.c4_state_by_page
+    c4_states = pools.c4_state.nbytes + pools.index_state.nbytes
+    rows = [
+        ("FULL (index space; C4 and indexer rows)", "FULL", pools.c4.nbytes + pools.index.nbytes),
+        ("SWA" + (" (with C4 states)" if by_page else ""), "SWA", pools.swa.nbytes + (c4_states if by_page else 0)),
+        ("C128", "C128", pools.c128.nbytes),
+        (
+            "request rows (C128 states" + ("" if by_page else ", C4 states") + ")",
+            "ROW",
+            pools.c128_state.nbytes + (0 if by_page else c4_states),
+        ),
+    ]
+    return [FamilyUsage(name, *usage[key], size) for name, key, size in rows]
+
+
+def leaks(engine: Engine) -> list[str]:
+    """Families that still hold pages or rows after everything was released."""
+    return [f"{name}: {used} of {total}" for name, (used, _, total) in engine.alloc.usage().items() if used]
+
+
+def audit_verdict(engine: Engine) -> str:
+    """``clean``, or what the audit found."""
+    try:
+        engine.alloc.audit()
+    except AuditError as error:
+        return str(error)
+    return "clean"
+
+
+def summarise(
+    engine: Engine, requests: Sequence[RequestRun], oracle: Oracle, label: str, sampled: bool, seconds: float
+) -> RunResult:
+    """Compare a finished run with the oracle and collect its numbers."""
+    return RunResult(
+        label=label,
+        requests=[compare(r, oracle, sampled) for r in requests],
+        families=family_usage(engine),
+        audit=audit_verdict(engine),
+        leaked=leaks(engine),
+        rounds=engine.rounds,
+        seconds=seconds,
+    )
