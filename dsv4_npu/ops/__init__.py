@@ -9,8 +9,22 @@ Importing this package needs neither Triton nor the compiled extension; see :mod
 
 from __future__ import annotations
 
+from dsv4_npu.ops.chain_speculative_sampling import chain_speculative_sampling
 from dsv4_npu.ops.clear_c128_draft_states import clear_c128_draft_states_
 from dsv4_npu.ops.clear_request_states import clear_request_states_
 from dsv4_npu.ops.move_kv import move_kv_
+from dsv4_npu.ops.top_k_renorm_prob import top_k_renorm_prob
+from dsv4_npu.ops.top_p_renorm_prob import top_p_renorm_prob
+from dsv4_npu.ops.tree_speculative_sampling_target_only import tree_speculative_sampling_target_only
+from dsv4_npu.ops.verify_tree_greedy import verify_tree_greedy
 
-__all__ = ["clear_c128_draft_states_", "clear_request_states_", "move_kv_"]
+__all__ = [
+    "chain_speculative_sampling",
+    "clear_c128_draft_states_",
+    "clear_request_states_",
+    "move_kv_",
+    "top_k_renorm_prob",
+    "top_p_renorm_prob",
+    "tree_speculative_sampling_target_only",
+    "verify_tree_greedy",
+]

@@ -41,6 +41,41 @@ def _meta(
 OP = register("chain_speculative_sampling", SCHEMA, ref=ref.chain_speculative_sampling, meta=_meta)
 
 
+def check(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+) -> None:
+    """Raise InputError for arguments that :func:`chain_speculative_sampling` refuses."""
+    name = OP.name
+    bs, drafts = check_outputs(name, predicts, accept_index, accept_token_num, candidates)
+    device = candidates.device
+    judged = min(drafts, accept_index.shape[1]) - 1
+    check_rows(name, retrieve_index, bs, drafts, device)
+    check_coins(name, uniform_samples, uniform_samples_for_final_sampling, bs, judged, device)
+    vocab = check_probabilities(name, target_probs, bs, drafts, device)
+    check_tensor(name, "draft_probs", draft_probs, (bs, f"at least {judged}", vocab), PROBABILITY, device)
+    check_at_least(name, "the rows of draft_probs per request", draft_probs.shape[1], judged)
+    check_outputs_alone(
+        name,
+        predicts,
+        accept_index,
+        accept_token_num,
+        candidates=candidates,
+        retrieve_index=retrieve_index,
+        uniform_samples=uniform_samples,
+        uniform_samples_for_final_sampling=uniform_samples_for_final_sampling,
+        target_probs=target_probs,
+        draft_probs=draft_probs,
+    )
+
+
 def chain_speculative_sampling(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -95,25 +130,16 @@ def chain_speculative_sampling(
 
     Source: contracts.md §1-§2.
     """
-    name, device = OP.name, candidates.device
-    bs, drafts = check_outputs(name, predicts, accept_index, accept_token_num, candidates)
-    judged = min(drafts, accept_index.shape[1]) - 1
-    check_rows(name, retrieve_index, bs, drafts, device)
-    check_coins(name, uniform_samples, uniform_samples_for_final_sampling, bs, judged, device)
-    vocab = check_probabilities(name, target_probs, bs, drafts, device)
-    check_tensor(name, "draft_probs", draft_probs, (bs, f"at least {judged}", vocab), PROBABILITY, device)
-    check_at_least(name, "the rows of draft_probs per request", draft_probs.shape[1], judged)
-    check_outputs_alone(
-        name,
+    check(
         predicts,
         accept_index,
         accept_token_num,
-        candidates=candidates,
-        retrieve_index=retrieve_index,
-        uniform_samples=uniform_samples,
-        uniform_samples_for_final_sampling=uniform_samples_for_final_sampling,
-        target_probs=target_probs,
-        draft_probs=draft_probs,
+        candidates,
+        retrieve_index,
+        uniform_samples,
+        uniform_samples_for_final_sampling,
+        target_probs,
+        draft_probs,
     )
     OP(
         backend,
@@ -128,4 +154,4 @@ def chain_speculative_sampling(
         draft_probs,
     )
     if checked:
-        check_drawn(name, predicts, accept_index, accept_token_num)
+        check_drawn(OP.name, predicts, accept_index, accept_token_num)

@@ -19,6 +19,17 @@ def _meta(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 OP = register("top_k_renorm_prob", SCHEMA, ref=ref.top_k_renorm_prob, meta=_meta)
 
 
+def check(
+    probs: torch.Tensor,
+    top_k: torch.Tensor,
+) -> None:
+    """Raise InputError for arguments that :func:`top_k_renorm_prob` refuses."""
+    name = OP.name
+    check_tensor(name, "probs", probs, ("bs", "V"), PROBABILITY)
+    check_at_least(name, "V, the columns of probs,", probs.shape[1], 1)
+    check_tensor(name, "top_k", top_k, (probs.shape[0],), INDEX_TYPES, probs.device)
+
+
 def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Set all but each row's ``top_k[b]`` likeliest tokens to 0 and divide by what is left.
 
@@ -38,9 +49,6 @@ def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor, *, backend: str 
 
     Source: contracts.md §2 for the treatment of odd entries.
     """
-    name = OP.name
-    check_tensor(name, "probs", probs, ("bs", "V"), PROBABILITY)
-    check_at_least(name, "V, the columns of probs,", probs.shape[1], 1)
-    check_tensor(name, "top_k", top_k, (probs.shape[0],), INDEX_TYPES, probs.device)
+    check(probs, top_k)
     kept: torch.Tensor = OP(backend, probs, top_k)
     return kept

@@ -19,6 +19,17 @@ def _meta(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 OP = register("top_p_renorm_prob", SCHEMA, ref=ref.top_p_renorm_prob, meta=_meta)
 
 
+def check(
+    probs: torch.Tensor,
+    top_p: torch.Tensor,
+) -> None:
+    """Raise InputError for arguments that :func:`top_p_renorm_prob` refuses."""
+    name = OP.name
+    check_tensor(name, "probs", probs, ("bs", "V"), PROBABILITY)
+    check_at_least(name, "V, the columns of probs,", probs.shape[1], 1)
+    check_tensor(name, "top_p", top_p, (probs.shape[0],), PROBABILITY, probs.device)
+
+
 def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Keep each row's fewest likeliest tokens whose mass reaches ``top_p[b]`` and divide by that mass.
 
@@ -39,9 +50,6 @@ def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor, *, backend: str 
 
     Source: contracts.md §2 for the treatment of odd entries.
     """
-    name = OP.name
-    check_tensor(name, "probs", probs, ("bs", "V"), PROBABILITY)
-    check_at_least(name, "V, the columns of probs,", probs.shape[1], 1)
-    check_tensor(name, "top_p", top_p, (probs.shape[0],), PROBABILITY, probs.device)
+    check(probs, top_p)
     kept: torch.Tensor = OP(backend, probs, top_p)
     return kept

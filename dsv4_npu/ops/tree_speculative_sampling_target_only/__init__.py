@@ -47,6 +47,45 @@ OP = register(
 )
 
 
+def check(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    target_probs: torch.Tensor,
+    threshold_single: float,
+    threshold_acc: float,
+) -> None:
+    """Raise InputError for arguments that :func:`tree_speculative_sampling_target_only` refuses."""
+    name = OP.name
+    bs, drafts = check_outputs(name, predicts, accept_index, accept_token_num, candidates)
+    device = candidates.device
+    check_rows(name, retrieve_index, bs, drafts, device)
+    check_links(name, retrieve_next_token, retrieve_next_sibling, bs, drafts, device)
+    check_coins(name, uniform_samples, uniform_samples_for_final_sampling, bs, drafts, device)
+    check_probabilities(name, target_probs, bs, drafts, device)
+    check_threshold(name, "threshold_single", threshold_single)
+    check_threshold(name, "threshold_acc", threshold_acc)
+    check_outputs_alone(
+        name,
+        predicts,
+        accept_index,
+        accept_token_num,
+        candidates=candidates,
+        retrieve_index=retrieve_index,
+        retrieve_next_token=retrieve_next_token,
+        retrieve_next_sibling=retrieve_next_sibling,
+        uniform_samples=uniform_samples,
+        uniform_samples_for_final_sampling=uniform_samples_for_final_sampling,
+        target_probs=target_probs,
+    )
+
+
 def tree_speculative_sampling_target_only(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -109,26 +148,19 @@ def tree_speculative_sampling_target_only(
 
     Source: contracts.md §1-§2.
     """
-    name, device = OP.name, candidates.device
-    bs, drafts = check_outputs(name, predicts, accept_index, accept_token_num, candidates)
-    check_rows(name, retrieve_index, bs, drafts, device)
-    check_links(name, retrieve_next_token, retrieve_next_sibling, bs, drafts, device)
-    check_coins(name, uniform_samples, uniform_samples_for_final_sampling, bs, drafts, device)
-    check_probabilities(name, target_probs, bs, drafts, device)
-    check_threshold(name, "threshold_single", threshold_single)
-    check_threshold(name, "threshold_acc", threshold_acc)
-    check_outputs_alone(
-        name,
+    check(
         predicts,
         accept_index,
         accept_token_num,
-        candidates=candidates,
-        retrieve_index=retrieve_index,
-        retrieve_next_token=retrieve_next_token,
-        retrieve_next_sibling=retrieve_next_sibling,
-        uniform_samples=uniform_samples,
-        uniform_samples_for_final_sampling=uniform_samples_for_final_sampling,
-        target_probs=target_probs,
+        candidates,
+        retrieve_index,
+        retrieve_next_token,
+        retrieve_next_sibling,
+        uniform_samples,
+        uniform_samples_for_final_sampling,
+        target_probs,
+        threshold_single,
+        threshold_acc,
     )
     OP(
         backend,
@@ -146,4 +178,4 @@ def tree_speculative_sampling_target_only(
         float(threshold_acc),
     )
     if checked:
-        check_drawn(name, predicts, accept_index, accept_token_num)
+        check_drawn(OP.name, predicts, accept_index, accept_token_num)

@@ -31,6 +31,36 @@ def _meta(
 OP = register("verify_tree_greedy", SCHEMA, ref=ref.verify_tree_greedy, meta=_meta)
 
 
+def check(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> None:
+    """Raise InputError for arguments that :func:`verify_tree_greedy` refuses."""
+    name = OP.name
+    bs, drafts = check_outputs(name, predicts, accept_index, accept_token_num, candidates)
+    device = candidates.device
+    check_rows(name, retrieve_index, bs, drafts, device)
+    check_links(name, retrieve_next_token, retrieve_next_sibling, bs, drafts, device)
+    check_tensor(name, "target_predict", target_predict, (bs, drafts), INDEX, device)
+    check_outputs_alone(
+        name,
+        predicts,
+        accept_index,
+        accept_token_num,
+        candidates=candidates,
+        retrieve_index=retrieve_index,
+        retrieve_next_token=retrieve_next_token,
+        retrieve_next_sibling=retrieve_next_sibling,
+        target_predict=target_predict,
+    )
+
+
 def verify_tree_greedy(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -74,21 +104,15 @@ def verify_tree_greedy(
 
     Source: contracts.md §1-§2.
     """
-    name, device = OP.name, candidates.device
-    bs, drafts = check_outputs(name, predicts, accept_index, accept_token_num, candidates)
-    check_rows(name, retrieve_index, bs, drafts, device)
-    check_links(name, retrieve_next_token, retrieve_next_sibling, bs, drafts, device)
-    check_tensor(name, "target_predict", target_predict, (bs, drafts), INDEX, device)
-    check_outputs_alone(
-        name,
+    check(
         predicts,
         accept_index,
         accept_token_num,
-        candidates=candidates,
-        retrieve_index=retrieve_index,
-        retrieve_next_token=retrieve_next_token,
-        retrieve_next_sibling=retrieve_next_sibling,
-        target_predict=target_predict,
+        candidates,
+        retrieve_index,
+        retrieve_next_token,
+        retrieve_next_sibling,
+        target_predict,
     )
     OP(
         backend,
