@@ -12,6 +12,10 @@ from __future__ import annotations
 from dsv4_npu.ops.chain_speculative_sampling import chain_speculative_sampling
 from dsv4_npu.ops.clear_c128_draft_states import clear_c128_draft_states_
 from dsv4_npu.ops.clear_request_states import clear_request_states_
+from dsv4_npu.ops.compact_accept import compact_accept_
+from dsv4_npu.ops.extend_slots import extend_slots
+from dsv4_npu.ops.fill_bonus_tokens import fill_bonus_tokens_
+from dsv4_npu.ops.gather_accepted_slots import gather_accepted_slots
 from dsv4_npu.ops.move_kv import move_kv_
 from dsv4_npu.ops.top_k_renorm_prob import top_k_renorm_prob
 from dsv4_npu.ops.top_p_renorm_prob import top_p_renorm_prob
@@ -22,6 +26,10 @@ __all__ = [
     "chain_speculative_sampling",
     "clear_c128_draft_states_",
     "clear_request_states_",
+    "compact_accept_",
+    "extend_slots",
+    "fill_bonus_tokens_",
+    "gather_accepted_slots",
     "move_kv_",
     "top_k_renorm_prob",
     "top_p_renorm_prob",

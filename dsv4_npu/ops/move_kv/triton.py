@@ -13,11 +13,8 @@ import triton
 import triton.language as tl
 
 from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._row_words import MOST_ROWS, as_row_words, block_width
 
-TILE_WORDS = 8192
-WIDEST_BLOCK = 512
-NARROWEST_BLOCK = 8
-LONGEST_GROUP = TILE_WORDS // NARROWEST_BLOCK
 SCRATCH_GROUP = 16
 
 
@@ -51,17 +48,8 @@ def copy_rows_kernel(
         source_base = source + layer * source_layer + block * BLOCK
         destination_base = destination + layer * destination_layer + block * BLOCK
         tile = tl.load(source_base + read[:, None] * ROW + column[None, :], mask=live[:, None], other=0)
+        tl.debug_barrier()  # a program's warps share the tile: none may write while another still reads
         tl.store(destination_base + write[:, None] * ROW + column[None, :], tile, mask=live[:, None])
-
-
-def as_words(slab: torch.Tensor) -> torch.Tensor:
-    """The slab as [layers, slots, words] of the widest integers that fit its rows."""
-    flat = slab.view(slab.shape[0], slab.shape[1] * slab.shape[2], -1)
-    start, row_bytes = flat.storage_offset() * flat.element_size(), flat.shape[2] * flat.element_size()
-    for dtype in (torch.int32, torch.int16):
-        if row_bytes % dtype.itemsize == 0 and start % dtype.itemsize == 0:
-            return flat.view(dtype)
-    return flat.view(torch.int8)
 
 
 def copy_rows(
@@ -72,8 +60,7 @@ def copy_rows(
     groups = triton.cdiv(count, group_size)
     layers, row = source.shape[0], source.shape[2]
     padded = triton.next_power_of_2(group_size)
-    # A power of two that divides the row: a block never reaches into the next row, so columns need no mask.
-    block = min(row & -row, WIDEST_BLOCK, max(TILE_WORDS // padded, 1))
+    block = block_width(row, padded)
     blocks = row // block
     items = layers * blocks * groups
     launch(
@@ -100,8 +87,8 @@ def copy_rows(
 def run(slab: torch.Tensor, tgt: torch.Tensor, src: torch.Tensor) -> None:
     if slab.numel() == 0 or tgt.numel() == 0:
         return
-    rows = as_words(slab)
-    if tgt.shape[-1] <= LONGEST_GROUP:
+    rows = as_row_words(slab.view(slab.shape[0], slab.shape[1] * slab.shape[2], -1))
+    if tgt.shape[-1] <= MOST_ROWS:
         copy_rows(rows, rows, tgt, src, tgt.shape[-1])
         return
     count = tgt.numel()
