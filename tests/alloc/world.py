@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv4_npu.alloc import AllocSpec, KVAllocator
+from dsv4_npu.alloc import AllocSpec, Cleanup, KVAllocator
 from dsv4_npu.alloc.state import C128, FREE, FULL, GAP, HELD, HOLES
 from dsv4_npu.errors import CapacityError, Dsv4NpuError, OwnershipError
 
@@ -92,6 +92,8 @@ def equal(a: Any, b: Any) -> bool:
         return isinstance(b, tuple) and len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, Cleanup):
+        return isinstance(b, Cleanup) and equal(tuple(vars(a).values()), tuple(vars(b).values()))
     return bool(a == b)
 
 
@@ -493,7 +495,7 @@ class World:
             ("rewind", row, -1),
             ("trim", row, self.spec.row_width + 1),
             ("take_over", row, self.spec.columns + 1),
-            ("attach_prefix", row, [page], [side], self.group),
+            ("attach_prefix", row, [page, page], [side], self.group),
             ("attach_prefix", row, [], [], 100),
             ("attach_prefix", row, [page] * (self.group // self.spec.page_size), [0], self.group),
             ("free_pages", [0]),
