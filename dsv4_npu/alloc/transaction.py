@@ -38,12 +38,10 @@ class Transaction:
     def __init__(self, ledger: Ledger, state: LedgerState, open_transactions: set[Transaction]) -> None:
         self._ledger, self._state = ledger, state
         self._open = open_transactions
-        self._rows: list[int] = []
-        self._old: list[int] = []
-        self._new: list[int] = []
-        self._tails: list[int] = []
+        self._parts: list[tuple[I64, I64, I64, I64]] = []
+        self._planned: set[int] = set()
         self._taken: tuple[I32, I32, I32] | None = None
-        self._need: FamilyCounts | None = None
+        self._need = FamilyCounts(0, 0, 0)
         self._closed = False
 
     def __enter__(self) -> Transaction:
@@ -60,23 +58,37 @@ class Transaction:
         ``swa_tail`` = N gives SWA pages only to the pages that cover the last N positions (0: none of the new ones).
         Raises CapacityError when the row is too narrow; nothing is clamped.
         """
+        self.extend_batch(np.array([row], np.int64), np.array([new_len], np.int64), swa_tail)
+
+    def extend_batch(self, rows: I64, new_lens: I64, swa_tail: int | None = None) -> None:
+        """:meth:`extend` for a batch: ``rows`` and ``new_lens`` int64 of one length."""
         if swa_tail is not None and swa_tail < 0:
             raise InputError(f"swa_tail = {swa_tail}: 0 or more is allowed")
-        self._plan(row, new_len, NO_TAIL if swa_tail is None else swa_tail)
+        self._check_running()
+        if self._taken is not None:
+            raise InputError("the transaction has reserved its pages: nothing more can be planned in it")
+        listed = rows.tolist()
+        if len(set(listed)) < len(listed) or not self._planned.isdisjoint(listed):
+            raise InputError(f"rows {listed}: a transaction plans a row once")
+        tails = np.full(len(listed), NO_TAIL if swa_tail is None else swa_tail, np.int64)
+        need = self._ledger.plan(rows, new_lens, tails)
+        old = self._state.allocated[rows]
+        self._parts.append((rows.copy(), old, np.maximum(old, new_lens), tails))
+        self._planned.update(listed)
+        self._need = FamilyCounts(*(a + b for a, b in zip(self._need, need, strict=True)))
 
     def reserve_decode(self, row: int, reserve: int) -> None:
         """Plan ``max(allocated, ceil_page(committed + reserve))`` for the next decode of a row."""
         if reserve < 0:
             raise InputError(f"reserve = {reserve}: 0 or more is allowed")
-        committed, allocated = int(self._state.committed[row]), int(self._state.allocated[row])
-        self._plan(row, max(allocated, addressing.ceil_to(committed + reserve, self._state.spec.page_size)), NO_TAIL)
+        zero = np.zeros(1, np.int64)
+        self._ledger.plan(zero + row, zero, zero)
+        wanted = addressing.ceil_to(int(self._state.committed[row]) + reserve, self._state.spec.page_size)
+        self.extend(row, max(int(self._state.allocated[row]), wanted))
 
     @property
     def need(self) -> FamilyCounts:
         """New pages of each family that the plan needs, after the room in partly filled pages."""
-        if self._need is None:
-            rows, _, new, tails = self._arrays()
-            self._need = FamilyCounts(*self._ledger.plan(rows, new, tails))
         return self._need
 
     def fits(self) -> bool:
@@ -116,23 +128,11 @@ class Transaction:
         none = np.zeros(0, np.int32)
         return self._taken if self._taken is not None else (none, none, none)
 
-    def _plan(self, row: int, new_len: int, tail: int) -> None:
-        self._check_running()
-        if self._taken is not None:
-            raise InputError("the transaction has reserved its pages: nothing more can be planned in it")
-        if row in self._rows:
-            raise InputError(f"row {row} is planned already: a transaction plans a row once")
-        self._ledger.plan(*(np.array([value], np.int64) for value in (row, new_len, tail)))
-        allocated = int(self._state.allocated[row])
-        self._rows.append(row)
-        self._old.append(allocated)
-        self._new.append(max(allocated, new_len))
-        self._tails.append(tail)
-        self._need = None
-
     def _arrays(self) -> tuple[I64, I64, I64, I64]:
-        columns = (self._rows, self._old, self._new, self._tails)
-        rows, old, new, tails = (np.array(column, np.int64) for column in columns)
+        if len(self._parts) == 1:
+            return self._parts[0]
+        none = np.zeros(0, np.int64)
+        rows, old, new, tails = (np.concatenate([none, *(part[i] for part in self._parts)]) for i in range(4))
         return rows, old, new, tails
 
     def _check_running(self) -> None:

@@ -273,8 +273,14 @@ class World:
 
     def launch(self, a: int, b: int, c: int) -> None:
         width = 1 + b % self.spec.verify_width
-        batch = [r for r in self.live.values() if self.decoding(r) and not self.gap(r) and len(r.pending) < 2 and (a % 3 == 0 or (a >> r.rid % 8) & 1)]
-        batch = [r for r in batch if self.main.committed(r.row) + 2 * width <= self.spec.row_width - self.spec.page_size]
+        batch = [
+            r
+            for r in self.live.values()
+            if self.decoding(r) and not self.gap(r) and len(r.pending) < 2 and (a % 3 == 0 or (a >> r.rid % 8) & 1)
+        ]
+        batch = [
+            r for r in batch if self.main.committed(r.row) + 2 * width <= self.spec.row_width - self.spec.page_size
+        ]
         batch = [r for r in batch if all(one.width == width for one in r.pending)]
         if not batch:
             return
