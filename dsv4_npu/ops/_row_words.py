@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-TILE_WORDS = 8192  # 32 KiB, and again as much while the next tile is loaded: a third of the smallest unified buffer
+TILE_WORDS = 4096  # 16 KiB, several times over with double buffering: far from the smallest unified buffer
 WIDEST_BLOCK = 512
 NARROWEST_BLOCK = 8  # 32 bytes, the shortest burst that memory moves
 MOST_ROWS = TILE_WORDS // NARROWEST_BLOCK

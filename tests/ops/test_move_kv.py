@@ -111,7 +111,7 @@ def test_many_groups(target: Any) -> None:
     check(on(target), *groups_case(257, 3, layers=1), target.device)
 
 
-@pytest.mark.parametrize("count", [40, 1000, 1500])
+@pytest.mark.parametrize("count", [40, 500, 1000])
 def test_long_lists(target: Any, count: int) -> None:
     """The last one goes through scratch on devices."""
     gen = torch.Generator().manual_seed(count)

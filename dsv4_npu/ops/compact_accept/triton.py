@@ -47,7 +47,7 @@ def compact_accept_kernel(
             base = hidden_states + block * BLOCK
             read = row.to(tl.int64)
             write = (first + entry).to(tl.int64)
-            tile = tl.load(base + read[:, None] * ROW + column[None, :], mask=live[:, None], other=0)
+            tile = tl.load(base + read[:, None] * ROW + column[None, :])
             tl.debug_barrier()
             tl.store(base + write[:, None] * ROW + column[None, :], tile, mask=live[:, None])
 
@@ -58,7 +58,7 @@ def run(
     bs, index_width = accept_index.shape
     if bs == 0:
         return
-    rows = triton.next_power_of_2(index_width)
+    rows = max(triton.next_power_of_2(index_width), 2)  # a tile of one row crashes the Ascend front end
     if hidden_states is None or hidden_states.numel() == 0:
         hidden, row, block = predict, 0, 1
     else:

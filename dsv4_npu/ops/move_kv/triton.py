@@ -47,7 +47,8 @@ def copy_rows_kernel(
         write = tl.maximum(tl.load(tgt + group * group_size + entry, mask=live, other=0).to(tl.int32), 0).to(tl.int64)
         source_base = source + layer * source_layer + block * BLOCK
         destination_base = destination + layer * destination_layer + block * BLOCK
-        tile = tl.load(source_base + read[:, None] * ROW + column[None, :], mask=live[:, None], other=0)
+        # Rows behind the group read slot 0: a mask would cost a select over the tile on Ascend.
+        tile = tl.load(source_base + read[:, None] * ROW + column[None, :])
         tl.debug_barrier()  # a program's warps share the tile: none may write while another still reads
         tl.store(destination_base + write[:, None] * ROW + column[None, :], tile, mask=live[:, None])
 
@@ -59,7 +60,7 @@ def copy_rows(
     count = tgt.numel()
     groups = triton.cdiv(count, group_size)
     layers, row = source.shape[0], source.shape[2]
-    padded = triton.next_power_of_2(group_size)
+    padded = max(triton.next_power_of_2(group_size), 2)  # a tile of one row crashes the Ascend front end
     block = block_width(row, padded)
     blocks = row // block
     items = layers * blocks * groups
