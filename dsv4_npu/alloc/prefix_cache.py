@@ -101,10 +101,16 @@ class PrefixCache:
         self._add_reader(node)
 
     def unlock(self, row: int) -> None:
-        """The row was closed. Call it after the allocator's ``close``, so that no page is evicted while it is read."""
+        """The row was closed. Call it after the allocator's ``close``, so that no page is evicted while it is read.
+
+        Nodes behind which nobody could start, and which nothing continues, are evicted at once.
+        """
         if row not in self._readers:
             raise OwnershipError(f"row {row} reads no cached prefix")
-        self._drop_reader(self._readers.pop(row))
+        node = self._readers.pop(row)
+        self._drop_reader(node)
+        if node is not self.root and not node.locks and not node.children and not self.usable(node):
+            self._evict_node(node)
 
     def shared_end(self, row: int) -> int:
         """Tokens of the row's prefix that the cache owns."""
@@ -133,12 +139,13 @@ class PrefixCache:
             key = self._key(tokens, end - self.granule)
             child = node.children.get(key)
             if child is None:
-                shared = self._share(row, shared)
-                child = self._new_node(row, node, key, end, resident)
+                self._share(row, shared)
+                shared, child = None, self._new_node(row, node, key, end, resident)
             elif self._prefer_cached(row, child, committed, resident):
                 shared = child
             elif not child.locks:
-                shared = self._share(row, shared)
+                self._share(row, shared)
+                shared = None
                 self._replace(row, child, resident)
             else:
                 break
@@ -157,23 +164,29 @@ class PrefixCache:
     @property
     def evictable(self) -> FamilyCounts:
         """Pages that evicting everything unread would give back."""
-        return self._idle.total
+        full, swa, c128 = self._idle.total
+        return FamilyCounts(full, swa + sum(node.swa for node in self._passed()), c128)
 
     def evict(self, need: FamilyCounts) -> bool:
         """Give back at least ``need`` pages, least recently used first; False, and nothing done, if it cannot be.
 
         Pages may first have to wait for forwards in flight. When only SWA pages are asked for, nodes that others
-        continue keep their FULL and C128 pages.
+        continue keep their FULL and C128 pages; the last resort are windows that all readers have passed.
         """
-        if any(wanted > there for wanted, there in zip(need, self._idle.total, strict=True)):
-            return False
         full, swa, c128 = need
-        while full > 0 or swa > 0 or c128 > 0:
-            whole = full > 0 or c128 > 0
-            node = self._idle.next_leaf() if whole else self._idle.next_window()
-            assert node is not None, "the counts of idle nodes are wrong"
-            given = self._evict_node(node) if whole or not node.children else self._evict_window(node)
+        idle = self._idle.total
+        passed = self._passed() if swa > idle.swa and full <= idle.full and c128 <= idle.c128 else []
+        if full > idle.full or c128 > idle.c128 or swa > idle.swa + sum(node.swa for node in passed):
+            return False
+        while full > 0 or c128 > 0:
+            given = self._evict_node(self._taken(self._idle.next_leaf()))
             full, swa, c128 = full - given.full, swa - given.swa, c128 - given.c128
+        while swa > 0 and self._idle.total.swa:
+            node = self._taken(self._idle.next_window())
+            swa -= self._free_swa(node, node.full_pages) if node.children else self._evict_node(node).swa
+        for node in passed:
+            if swa > 0:
+                swa -= self._free_swa(node, node.full_pages)
         return True
 
     def clear(self) -> FamilyCounts:
@@ -282,8 +295,10 @@ class PrefixCache:
         self.alloc.evict_window(row)
         cursor, page = int(self.alloc.state.evict_cursor[row]), self.spec.page_size
         for one in node.path():
-            if one is above:
+            if one.end < above.end:
                 break
+            if one.locks > 1:
+                continue
             first = one.end // page - len(one.full_pages)
             keep = self._window_columns(one.end) if self.usable(one) else 0
             old = one.full_pages[: max(0, min(cursor - first, len(one.full_pages) + keep))]
@@ -298,27 +313,41 @@ class PrefixCache:
                 self._idle.change(FamilyCounts(0, given, 0), -1)
         return given
 
-    def _evict_window(self, node: Node) -> FamilyCounts:
-        return FamilyCounts(0, self._free_swa(node, node.full_pages), 0)
+    def _passed(self) -> list[Node]:
+        """Read nodes with SWA pages that lie before the window of every reader, least recently used first."""
+        needed: set[Node] = set()
+        read: set[Node] = set()
+        for row, end in self._readers.items():
+            first = int(self.alloc.state.swa_start[row]) * self.spec.page_size
+            for node in end.path():
+                (read if node.end <= first else needed).add(node)
+        return sorted((node for node in read - needed if node.swa), key=lambda node: (node.used, node.end))
+
+    def _taken(self, node: Node | None) -> Node:
+        assert node is not None, "the counts of idle nodes do not match the queue of them"
+        return node
 
     def _evict_node(self, node: Node) -> FamilyCounts:
         """Evict a leaf, and its ancestors that nothing continues and nobody could start from any more."""
-        full, swa, c128 = given = node.counts()
-        self._idle.remove(node)
-        self.alloc.free_pages(node.full_pages)
-        self.alloc.release_c128(node.c128_pages)
-        parent = node.parent
-        assert parent is not None
-        node.alive = False
-        del parent.children[node.key]
-        self.nodes -= 1
-        if parent is self.root or parent.children or parent.locks:
-            return given
-        if self.usable(parent):
-            self._idle.offer(parent)
-            return given
-        above = self._evict_node(parent)
-        return FamilyCounts(full + above.full, swa + above.swa, c128 + above.c128)
+        full = swa = c128 = 0
+        while True:
+            counts = node.counts()
+            full, swa, c128 = full + counts.full, swa + counts.swa, c128 + counts.c128
+            self._idle.remove(node)
+            self.alloc.free_pages(node.full_pages)
+            self.alloc.release_c128(node.c128_pages)
+            parent = node.parent
+            assert parent is not None
+            node.alive = False
+            del parent.children[node.key]
+            self.nodes -= 1
+            if parent is self.root or parent.children or parent.locks:
+                break
+            if self.usable(parent):
+                self._idle.offer(parent)
+                break
+            node = parent
+        return FamilyCounts(full, swa, c128)
 
 
 def _pages(nodes: list[Node]) -> tuple[I32, I32]:
