@@ -63,9 +63,7 @@ class PrefixCache:
         self._idle = Idle()
         self._readers: dict[int, Node] = {}
         self._clock = 0
-        if name in alloc.holders:
-            raise InputError(f"name = {name!r}: the allocator has a holder of this name already")
-        alloc.holders[name] = self
+        alloc.register_holder(name, self)
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
