@@ -120,6 +120,17 @@ def test_long_lists(target: Any, count: int) -> None:
     check(on(target), make_slab(1, 250, 8, 32, torch.bfloat16), tgt, src, target.device)
 
 
+def test_repeated_runs_agree(target: Any) -> None:
+    """Permutations within groups: a program that wrote before all of its reads were done would show now and then."""
+    groups, width, rounds = (64, 16, 50) if target.device == "cuda" else (3, 16, 2)
+    gen = torch.Generator().manual_seed(1)
+    slab = make_slab(8 if target.device == "cuda" else 1, groups * 2 + 2, 8, 256, torch.bfloat16)
+    tgt = (8 + torch.arange(groups * width)).view(groups, width)
+    for _ in range(rounds):
+        src = tgt.gather(1, torch.rand(groups, width, generator=gen).argsort(1))
+        check(on(target), slab, tgt, src, target.device)
+
+
 def test_heads_move_together(target: Any) -> None:
     slab = make_slab(2, 4, 4, 3, torch.float16, heads=5)
     check(on(target), slab, torch.tensor([5, 6]), torch.tensor([6, 9]), target.device)
