@@ -69,7 +69,7 @@ Need Ledger::plan(Ids rows, Ids new_lens, Ids tails) const {
   Need sum;
   for (size_t i = 0; i < rows.size(); ++i) {
     check_extend(rows[i], new_lens[i]);
-    const Need need = need_of(rows[i], new_lens[i], tails[i]);
+    const Need need = need_of(rows[i], std::max(new_lens[i], a.allocated[rows[i]]), tails[i]);
     sum.full += need.full;
     sum.swa += need.swa;
     sum.c128 += need.c128;

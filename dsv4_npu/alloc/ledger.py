@@ -56,7 +56,10 @@ class Ledger(Protocol):
         """Set the committed length back, where the SWA window before the target is resident."""
 
     def plan(self, rows: I64, new_lens: I64, tails: I64) -> tuple[int, int, int]:
-        """Pages of (FULL, SWA, C128) that extending the rows to ``new_lens`` needs; tail -1: all SWA pages mapped."""
+        """Pages of (FULL, SWA, C128) that extending the rows to ``new_lens`` needs; tail -1: all SWA pages mapped.
+
+        A row is never shortened; C128 pages that a trim took from below ``allocated`` are counted again.
+        """
 
     def write(
         self, rows: I64, old_lens: I64, new_lens: I64, tails: I64, full: I32, swa: I32, c128: I32, want: bool

@@ -87,7 +87,7 @@ class PyLedger(PyPages):
         full = swa = c128 = 0
         for row, new, tail in zip(rows.tolist(), new_lens.tolist(), tails.tolist(), strict=True):
             self._check_extend(row, new)
-            need = self._need(row, new, tail)
+            need = self._need(row, max(new, int(self.state.allocated[row])), tail)
             full, swa, c128 = full + need[0], swa + need[1], c128 + need[2]
         return full, swa, c128
 

@@ -53,7 +53,7 @@ class Transaction:
         self.rollback()
 
     def extend(self, row: int, new_len: int, swa_tail: int | None = None) -> None:
-        """Plan positions ``[allocated, new_len)`` of a row; a shorter ``new_len`` plans nothing.
+        """Plan positions ``[allocated, new_len)`` of a row; a shorter ``new_len`` plans none.
 
         ``swa_tail`` = N gives SWA pages only to the pages that cover the last N positions (0: none of the new ones).
         Raises CapacityError when the row is too narrow; nothing is clamped.

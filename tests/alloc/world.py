@@ -8,7 +8,9 @@ pages, reference counts or states, so it is independent of the ledger and of its
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +121,7 @@ class World:
         self.operations = 0
         self.audit_every = audit_every
         self.refused: dict[str, int] = {}
+        self.events: Counter[str] = Counter()
 
     # -- twins ---------------------------------------------------------------------------------------------------
 
@@ -226,8 +229,10 @@ class World:
 
     def admit(self, a: int, b: int, c: int) -> None:
         limit = self.spec.row_width - 64
-        stem, length = a % 3, 1 + b % (300, min(limit, self.group + 400), limit)[a // 3 % 3]
-        tokens = [stem * 7 + i for i in range(length - length // 4)] + [c * 31 + i for i in range(length // 4)]
+        kind = a // 3 % 3
+        length = (1 + b % 300, min(limit, max(1, self.group - 100 + b % 600)), 1 + b % limit)[kind]
+        own = min(length // 4, 200)
+        tokens = [a % 3 * 7 + i for i in range(length - own)] + [c * 31 + i for i in range(own)]
         try:
             self.do("admit_check", length + 32)
             row = self.do("open", self.next_rid)
@@ -240,6 +245,7 @@ class World:
         pages, c128, hit = self.match(request, length - 1)
         if hit:
             self.do("attach_prefix", row, pages, c128, hit)
+            self.events["prefix hit"] += 1
 
     def match(self, request: Request, limit: int) -> tuple[list[int], list[int], int]:
         pages: list[int] = []
@@ -264,15 +270,19 @@ class World:
         try:
             self.transact(lambda tx: tx.extend(request.row, stop), commit=True)
         except CapacityError:
-            self.abort(request)
+            if not self.cache_evict(a, b, c):
+                self.abort(request)
             return
         self.write(request.row, start, request.prints[start:stop])
         self.do("commit", request.row, stop)
         if request.rid % 2:
-            self.do("evict_window", request.row)
+            self.evict(request)
+
+    def evict(self, request: Request) -> None:
+        self.events["eviction"] += self.do("evict_window", request.row) > 0
 
     def launch(self, a: int, b: int, c: int) -> None:
-        width = 1 + b % self.spec.verify_width
+        width = self.spec.verify_width if b % 3 else 1 + b % self.spec.verify_width
         batch = [
             r
             for r in self.live.values()
@@ -302,6 +312,7 @@ class World:
         ]
         self.reading[epoch] = [pages[pages > 0] for pages in self.reading[epoch]]
         for i, request in enumerate(batch):
+            self.events["overlapped verify"] += bool(request.pending)
             accept = 1 + (c + 3 * i) % width
             start = self.main.committed(request.row) + sum(one.accept for one in request.pending)
             for j in range(accept):
@@ -328,7 +339,7 @@ class World:
     def evict_window(self, a: int, b: int, c: int) -> None:
         request = self.pick(a, lambda r: r.rid % 2 == 1 or c % 8 == 0)
         if request:
-            self.do("evict_window", request.row)
+            self.evict(request)
 
     def trim(self, a: int, b: int, c: int) -> None:
         request = self.pick(a, self.idle)
@@ -375,17 +386,20 @@ class World:
                 self.do("attach_prefix", row, pages, c128, known * self.group)
             except OwnershipError:
                 return
+            self.events["prefix adopted"] += 1
         pages, c128 = (array.tolist() for array in self.do("take_over", row, groups * self.group // page))
         for i in range(known, groups):
             count, counted = self.group // page, self.group // side
             mine, pages = pages[:count], pages[count:]
             held, c128 = c128[:counted], c128[counted:]
             swa = {one for one in mine if self.main.state.full_to_swa[one]}
+            self.events["take over"] += 1
             self.cache.nodes[keys[i]] = Node(keys[i - 1] if i else 0, mine, held, swa)
         if pages or c128:
             raise WorldError("take_over returned more than the groups hold")
 
     def abort(self, request: Request) -> None:
+        self.events["freed in flight"] += bool(self.reading)
         self.do("close", request.row, request.rid)
         del self.live[request.rid]
         try:
@@ -399,7 +413,7 @@ class World:
         if request:
             self.abort(request)
 
-    def cache_evict(self, a: int, b: int, c: int) -> None:
+    def cache_evict(self, a: int, b: int, c: int) -> bool:
         parents = {node.parent for node in self.cache.nodes.values()}
         readers = self.main.state.full_readers
         leaves = [
@@ -412,6 +426,7 @@ class World:
             else:
                 self.do("free_slots", [page * self.spec.page_size + c % self.spec.page_size for page in node.pages])
             self.do("release_c128", node.c128)
+        return bool(leaves)
 
     def cache_evict_swa(self, a: int, b: int, c: int) -> None:
         nodes = [n for n in self.cache.nodes.values() if not any(self.main.state.full_readers[p] for p in n.pages)]
@@ -442,10 +457,8 @@ class World:
 
         before = [alloc.state.arrays() for alloc in self.allocs]
         before = [{name: array.copy() for name, array in one.items()} for one in before]
-        try:
+        with contextlib.suppress(CapacityError):
             self.transact(plan, commit=False)
-        except CapacityError:
-            pass
         for alloc, arrays in zip(self.allocs, before, strict=True):
             for name, array in alloc.state.arrays().items():
                 if name != "counters" and not np.array_equal(array, arrays[name]):
@@ -556,15 +569,15 @@ class World:
 
 
 OPERATIONS: dict[str, int] = {
-    "admit": 6,
-    "prefill": 20,
-    "launch": 24,
+    "admit": 12,
+    "prefill": 30,
+    "launch": 30,
     "done": 20,
-    "learn": 60,
+    "learn": 40,
     "evict_window": 8,
     "trim": 2,
     "rewind": 1,
-    "finish": 5,
+    "finish": 8,
     "abort_any": 1,
     "cache_evict": 2,
     "cache_evict_swa": 1,
@@ -576,6 +589,15 @@ OPERATIONS: dict[str, int] = {
     "drain_log": 1,
     "resize": 1,
     "nonsense": 4,
+}
+
+
+#: Geometries that exercise different relations of page, C128 page and group, each small enough to run dry often.
+SPECS = {
+    "group of 16 pages": AllocSpec(128, 16, 96, 80, 14, 5, 4352, verify_width=6),
+    "group of 2 pages": AllocSpec(128, 2, 40, 30, 30, 5, 1536, verify_width=6),
+    "page of 2 groups": AllocSpec(256, 1, 30, 20, 60, 5, 1536, verify_width=10),
+    "wide page, wide group": AllocSpec(256, 16, 48, 40, 14, 4, 4352, verify_width=4, c4_state_owner="request"),
 }
 
 
