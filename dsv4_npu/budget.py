@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4_npu import addressing
-from dsv4_npu.config import CacheConfig
+from dsv4_npu.config import CacheConfig, require_integer
 from dsv4_npu.errors import ConfigError
 
 #: Share of FULL tokens that the SWA family gets when nothing else is said.
@@ -26,9 +26,7 @@ class PoolSizes:
 
     def __post_init__(self) -> None:
         for name in ("full_pages", "swa_pages", "c128_pages", "request_rows"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} = {value}; at least 1 is needed")
+            require_integer(getattr(self, name), name)
 
 
 def sizes_for_tokens(config: CacheConfig, tokens: int, swa_ratio: float = DEFAULT_SWA_RATIO) -> PoolSizes:
@@ -38,10 +36,9 @@ def sizes_for_tokens(config: CacheConfig, tokens: int, swa_ratio: float = DEFAUL
     filled. SWA gets ``swa_ratio`` of the pages, but never less than one request needs to make progress (its window, one
     page of prefill and its reserve).
     """
-    if tokens < config.page:
-        raise ConfigError(f"tokens = {tokens}; at least one page of {config.page} is needed")
-    if not 0 < swa_ratio <= 1:
-        raise ConfigError(f"swa_ratio = {swa_ratio}; a number in (0, 1] is needed")
+    require_integer(tokens, "tokens", config.page)
+    if type(swa_ratio) not in (int, float) or not 0 < swa_ratio <= 1:
+        raise ConfigError(f"swa_ratio = {swa_ratio!r}; a number in (0, 1] is needed")
     full = tokens // config.page
     floor = addressing.pages_for(config.model.sliding_window + config.page + config.reserve, config.page) + 1
     swa = min(full, max(int(full * swa_ratio), floor))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,11 +51,43 @@ def _named(kind: str, name: str) -> Path:
     return path
 
 
-def _positive(data: Mapping[str, Any], key: str, where: str) -> int:
-    value = data.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where}: {key} = {value!r}; a positive integer is needed")
-    return value
+def require_integer(value: object, name: str, low: int = 1) -> None:
+    """Raise ConfigError unless ``value`` is an ``int`` of at least ``low``; a bool or a float like 8.0 is none."""
+    if type(value) is not int or value < low:
+        raise ConfigError(f"{name} = {value!r}; an integer of at least {low} is needed")
+
+
+def require_flag(value: object, name: str) -> None:
+    """Raise ConfigError unless ``value`` is a ``bool``: the string "false" would count as true."""
+    if type(value) is not bool:
+        raise ConfigError(f"{name} = {value!r}; true or false is needed")
+
+
+def _require_one_of(value: object, allowed: tuple[str, ...], name: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} = {value!r}; one of {list(allowed)} is needed")
+
+
+def _check_page_size(value: object, name: str) -> None:
+    require_integer(value, name)
+    assert isinstance(value, int)
+    if value % 128:
+        raise ConfigError(f"{name} = {value}; a multiple of 128 is needed, so that no compression window spans pages")
+
+
+#: Fields of a model that are positive integers, and their keys in a ``config.json``.
+_MODEL_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "head_dim": "head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "indexer_dim": "index_head_dim",
+    "indexer_topk": "index_topk",
+    "sliding_window": "sliding_window",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -81,12 +113,22 @@ class ModelSpec:
     dspark_block_size: int | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], name: str | None = None) -> ModelSpec:
-        """Build from a Hugging Face style dictionary; raises ConfigError that names the key."""
-        where = f"model {name or data.get('name') or 'config'}"
-        ratios = data.get("compress_ratios")
-        if not isinstance(ratios, (list, tuple)) or not all(type(r) is int for r in ratios):
+    def __post_init__(self) -> None:
+        where = f"model {self.name}"
+        for name, key in _MODEL_KEYS.items():
+            require_integer(getattr(self, name), f"{where}: {key}")
+        if self.dspark_block_size is not None:
+            require_integer(self.dspark_block_size, f"{where}: dspark_block_size")
+        self._check_ratios(where)
+        if self.rope_dim > self.head_dim or self.rope_dim % 2:
+            raise ConfigError(
+                f"{where}: qk_rope_head_dim = {self.rope_dim}; "
+                f"an even number up to head_dim = {self.head_dim} is needed"
+            )
+
+    def _check_ratios(self, where: str) -> None:
+        ratios, layers = self.compress_ratios, self.num_layers
+        if not isinstance(ratios, tuple) or not all(type(r) is int for r in ratios):
             raise ConfigError(f"{where}: compress_ratios = {ratios!r}; a list of integers is needed")
         bad = sorted({r for r in ratios if r not in SUPPORTED_RATIOS})
         if bad:
@@ -94,29 +136,34 @@ class ModelSpec:
                 f"{where}: compress_ratios holds {bad}; only {list(SUPPORTED_RATIOS)} are supported "
                 "(DeepSeek-V4.1 with ratios 1 and 2 is another memory layout)"
             )
-        layers = _positive(data, "num_hidden_layers", where)
         if len(ratios) < layers:
-            raise ConfigError(f"{where}: compress_ratios has {len(ratios)} entries for num_hidden_layers = {layers}")
+            raise ConfigError(
+                f"{where}: compress_ratios has {len(ratios)} entries; at least num_hidden_layers = {layers} are needed"
+            )
         if any(ratios[layers:]):
-            raise ConfigError(f"{where}: draft stages (entries {layers}.. of compress_ratios) must have ratio 0")
-        head_dim, rope_dim = _positive(data, "head_dim", where), _positive(data, "qk_rope_head_dim", where)
-        if rope_dim > head_dim or rope_dim % 2:
-            raise ConfigError(f"{where}: qk_rope_head_dim = {rope_dim}; an even number up to head_dim = {head_dim}")
-        block = data.get("dspark_block_size")
+            raise ConfigError(
+                f"{where}: compress_ratios ends in {list(ratios[layers:])}; what lies beyond num_hidden_layers = "
+                f"{layers} are draft stages, which must have ratio 0"
+            )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], name: str | None = None) -> ModelSpec:
+        """Build from a Hugging Face style dictionary; raises ConfigError that names the key."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"model {name or 'config'}: {type(data).__name__} given; a dictionary is needed")
+        name = str(name or data.get("name") or "custom")
+        missing = [key for key in (*_MODEL_KEYS.values(), "compress_ratios") if key not in data]
+        if missing:
+            raise ConfigError(f"model {name}: {missing[0]} is missing from the configuration")
+        heads = data.get("num_key_value_heads", 1)
+        if type(heads) is not int or heads != 1:
+            raise ConfigError(f"model {name}: num_key_value_heads = {heads!r}; 1 is needed: a row is one head's K = V")
+        ratios = data["compress_ratios"]
         return cls(
-            name=str(name or data.get("name") or "custom"),
-            num_layers=layers,
-            hidden_size=_positive(data, "hidden_size", where),
-            num_heads=_positive(data, "num_attention_heads", where),
-            head_dim=head_dim,
-            rope_dim=rope_dim,
-            indexer_dim=_positive(data, "index_head_dim", where),
-            indexer_topk=_positive(data, "index_topk", where),
-            sliding_window=_positive(data, "sliding_window", where),
-            vocab_size=_positive(data, "vocab_size", where),
-            max_positions=_positive(data, "max_position_embeddings", where),
-            compress_ratios=tuple(ratios),
-            dspark_block_size=None if block is None else _positive(data, "dspark_block_size", where),
+            name=name,
+            **{attribute: data[key] for attribute, key in _MODEL_KEYS.items()},
+            compress_ratios=tuple(ratios) if isinstance(ratios, list) else ratios,
+            dspark_block_size=data.get("dspark_block_size"),
             raw=dict(data),
         )
 
@@ -124,7 +171,7 @@ class ModelSpec:
     def load(cls, source: str | Path) -> ModelSpec:
         """A model by name (``v4_flash``, ``tiny``, ...) or by the path of a ``config.json``."""
         path = Path(source)
-        if path.suffix == ".json" or path.exists():
+        if path.suffix == ".json" or path.is_file():
             return cls.from_dict(_load(path), name=path.stem.split(".")[0])
         return cls.from_dict(_load(_named("models", str(source))), name=str(source))
 
@@ -158,18 +205,36 @@ class PlatformSpec:
     unified_buffer_kib: int | None = None
     description: str = ""
 
-    @classmethod
-    def load(cls, name: str) -> PlatformSpec:
-        """A platform by name: a2, a3, a5 or cpu."""
-        data = _load(_named("platforms", name))
-        for key, allowed in (
+    def __post_init__(self) -> None:
+        where = f"platform {self.name}"
+        require_flag(self.npu, f"{where}: npu")
+        _check_page_size(self.page_size, f"{where}: page_size")
+        for name, allowed in (
             ("kv_row", KV_ROWS),
             ("indexer_row", INDEXER_ROWS),
             ("c4_state_owner", ("swa_page", "request")),
         ):
-            if data.get(key) not in allowed:
-                raise ConfigError(f"platform {name}: {key} = {data.get(key)!r}; one of {list(allowed)} is needed")
+            _require_one_of(getattr(self, name), allowed, f"{where}: {name}")
+        for name in ("vector_cores", "unified_buffer_kib"):
+            if getattr(self, name) is not None:
+                require_integer(getattr(self, name), f"{where}: {name}")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PlatformSpec:
+        """Build from a dictionary of the fields; raises ConfigError that names the key."""
+        known = {f.name: f.default is MISSING for f in fields(cls)}
+        missing = [key for key, needed in known.items() if needed and key not in data]
+        if missing:
+            raise ConfigError(f"platform {data.get('name')!r}: {missing[0]} is missing; {sorted(known)} are the keys")
+        unknown = sorted(set(data) - set(known))
+        if unknown:
+            raise ConfigError(f"platform {data['name']!r}: {unknown[0]} is not known; {sorted(known)} are the keys")
         return cls(**data)
+
+    @classmethod
+    def load(cls, name: str) -> PlatformSpec:
+        """A platform by name: a2, a3, a5 or cpu."""
+        return cls.from_dict(_load(_named("platforms", name)))
 
 
 @dataclass(frozen=True)
@@ -181,12 +246,11 @@ class SpeculationSpec:
     topk: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in ("none", "chain", "dspark"):
-            raise ConfigError(f"speculation kind = {self.kind!r}; one of ['none', 'chain', 'dspark'] is needed")
-        if self.kind == "none" and self.draft_tokens != 0:
+        _require_one_of(self.kind, ("none", "chain", "dspark"), "speculation kind")
+        require_integer(self.draft_tokens, "draft_tokens", 0)
+        if self.kind == "none" and self.draft_tokens:
             raise ConfigError(f"draft_tokens = {self.draft_tokens} without speculation; 0 is needed")
-        if self.kind != "none" and self.draft_tokens < 0:
-            raise ConfigError(f"draft_tokens = {self.draft_tokens}; 0 or more is needed for {self.kind} speculation")
+        require_integer(self.topk, "topk")
         if self.topk != 1:
             raise ConfigError(
                 f"topk = {self.topk} on DeepSeek-V4: only 1 is possible, because the compressor ring is addressed by "
@@ -243,18 +307,21 @@ class CacheConfig:
     online_c128: bool = False
 
     def __post_init__(self) -> None:
-        page = self.platform.page_size if self.page_size is None else self.page_size
-        object.__setattr__(self, "page_size", page)
-        object.__setattr__(self, "kv_row", self.kv_row or self.platform.kv_row)
-        object.__setattr__(self, "indexer_row", self.indexer_row or self.platform.indexer_row)
-        if page < 128 or page % 128:
-            raise ConfigError(f"page_size = {page}; a positive multiple of 128 is needed")
-        if self.kv_row not in KV_ROWS:
-            raise ConfigError(f"kv_row = {self.kv_row!r}; one of {list(KV_ROWS)} is needed")
-        if self.indexer_row not in INDEXER_ROWS:
-            raise ConfigError(f"indexer_row = {self.indexer_row!r}; one of {list(INDEXER_ROWS)} is needed")
+        for name, kind in (("model", ModelSpec), ("platform", PlatformSpec), ("speculation", SpeculationSpec)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} = {getattr(self, name)!r}; a {kind.__name__} is needed")
+        for name in ("page_size", "kv_row", "indexer_row"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self.platform, name))
+        _check_page_size(self.page_size, "page_size")
+        _require_one_of(self.kv_row, KV_ROWS, "kv_row")
+        _require_one_of(self.indexer_row, INDEXER_ROWS, "indexer_row")
+        for name in ("c128_page_size", "context_len", "request_rows"):
+            require_integer(getattr(self, name), name)
+        for name in ("emulated_kernels", "online_c128"):
+            require_flag(getattr(self, name), name)
         ps = self.c128_page_size
-        if ps < 1 or ps & (ps - 1):
+        if ps & (ps - 1):
             raise ConfigError(f"c128_page_size = {ps}; a power of two is needed (the extend kernel shifts by it)")
         if self.platform.npu and ps % 16 and not self.emulated_kernels:
             raise ConfigError(
@@ -266,8 +333,6 @@ class CacheConfig:
                 f"online_c128 on {self.platform.name}: the online C128 mode is CUDA-only, the fused compressor of the "
                 "NPU has none; leave it off"
             )
-        if self.request_rows < 1:
-            raise ConfigError(f"request_rows = {self.request_rows}; at least 1 is needed")
         self._check_width()
         self._check_context()
 
@@ -285,14 +350,16 @@ class CacheConfig:
                 )
 
     def _check_context(self) -> None:
-        if not 1 <= self.context_len <= self.model.max_positions:
+        if self.context_len > self.model.max_positions:
             raise ConfigError(
                 f"context_len = {self.context_len}; 1 to {self.model.max_positions} (the model's positions) is needed"
             )
         need = addressing.ceil_to(self.context_len + self.reserve, self.page)
         if self.row_width is None:
             object.__setattr__(self, "row_width", need)
-        elif self.row_width < need:
+            return
+        require_integer(self.row_width, "row_width")
+        if self.row_width < need:
             raise ConfigError(
                 f"context_len = {self.context_len} with reserve {self.reserve} needs a request row of {need} tokens; "
                 f"row_width = {self.row_width} cannot hold it"
