@@ -51,24 +51,28 @@ class OurSide:
         """Send the changed entries to the mirrors."""
         self.alloc.flush()
 
+    def between(self) -> None:
+        """A forward runs: the staging buffer of the last copy can be used again."""
+        self.alloc.done(self.alloc.launch())
+
     def decode(self) -> None:
         """The slot of the next position of each request, written to the tables and sent to their mirrors."""
         self.out = self.alloc.decode_step(self.rows, 1, 1)
         self.lens = self.lens + 1
         self.alloc.commit_batch(self.rows, self.lens)
-        self.alloc.flush()
+        self.write_tables()
 
     def finish(self) -> None:
         """Release every page of every request and its row; the clears that follow are returned."""
         self.cleanups = [self.alloc.close(row) for row in self.row_list]
         self.alloc.drain_freed_swa()
-        self.alloc.flush()
+        self.write_tables()
 
     def shrink(self, length: int) -> None:
         """Undo: give back everything behind ``length``."""
         for row in self.row_list:
             self.alloc.trim(row, length)
-        self.alloc.flush()
+        self.write_tables()
         self.lens = np.full(self.batch, length, np.int64)
 
     def prepare_prefixes(self) -> None:
@@ -92,7 +96,7 @@ class OurSide:
         self._flip = not self._flip
         for row, pages in zip(self.row_list, self.prefixes[self._flip], strict=True):
             self.alloc.replace_c128_prefix(row, pages)
-        self.alloc.flush()
+        self.write_tables()
 
     def used(self) -> tuple[int, int, int]:
         """Pages of FULL, SWA and C128 out of the free lists."""

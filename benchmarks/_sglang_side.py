@@ -191,6 +191,9 @@ class SglangSide:
         for row, pages in zip(self.rows, self.prefixes[self._flip], strict=True):
             self.alloc.replace_req_c128_prefix(row, pages, self.table)
 
+    def between(self) -> None:
+        """A forward runs: nothing to do on this side."""
+
     def used(self) -> tuple[int, int, int]:
         """Pages of FULL, SWA and C128 out of the free lists."""
         alloc = self.alloc

@@ -42,6 +42,7 @@ class Race:
             begin = time.perf_counter_ns()
             call(side)
             elapsed = (time.perf_counter_ns() - begin) / 1e3
+            side.between()
             if case is not None:
                 self.times.setdefault(case, {}).setdefault(side.name, []).append(elapsed)
 
