@@ -52,6 +52,15 @@ class RequestRun:
 
 
 @dataclass(frozen=True)
+class RoundRecord:
+    """One verify round: request rows, committed lengths before it, rows accepted (all ``[bs]``)."""
+
+    rows: list[int]
+    seq_lens: list[int]
+    accept_lens: list[int]
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """How the loop runs.
 
@@ -109,6 +118,7 @@ class Engine:
         self.running: list[RequestRun] = []
         self.finished: list[RequestRun] = []
         self.rounds = 0
+        self.last_round: RoundRecord | None = None
 
     def submit(self, prompt: Sequence[int], max_new: int) -> RequestRun:
         """Queue a request; refuses (before anything changes) what can never fit."""
@@ -205,6 +215,7 @@ class Engine:
         assert commit.moves[0].size == 0, "a chain's accepted prefix is in place"
         self.alloc.commit_batch(rows, commit.new_lens)
         self._clear_rejected(rows, seq_lens, result)
+        self.last_round = RoundRecord(rows.tolist(), seq_lens.tolist(), [len(at) for at in accepted])
         flat = logits.flatten(0, 1)
         for request, tokens, at in zip(requests, accepted_tokens(result), accepted, strict=True):
             request.accepts[len(at)] += 1
