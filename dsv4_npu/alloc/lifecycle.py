@@ -90,6 +90,7 @@ class Lifecycle(RequestEnds):
         self._check_step(step)
         if step.launched:
             raise OwnershipError(f"step {step.number} was launched already")
+        self._check_order(step, [other for other in self._before(step) if not other.launched], "is to be launched")
         step.epoch = self.alloc.launch()
         step.launched = True
 
@@ -106,7 +107,8 @@ class Lifecycle(RequestEnds):
         self._check_step(step)
         if step.launched:
             raise OwnershipError(f"step {step.number} was launched: it must be learned")
-        self._check_order(step, later=True)
+        after = [other for other in self._steps.values() if other.number > step.number]
+        self._check_order(step, after, "was planned after it and is to be cancelled")
         del self._steps[step.number]
         for request, start in zip(step.requests, step.starts.tolist(), strict=True):
             request.unlearned -= 1
@@ -162,7 +164,6 @@ class Lifecycle(RequestEnds):
     def _take(self, request: Request, run: Sequence[int]) -> None:
         """New tokens of a request; then the cache takes what is complete, and the window moves on."""
         if run:
-            request.unproved_end = False
             request.take_outputs(run)
             if request.state is not State.CLOSING:
                 request.state = State.DECODE if request.reason is None else State.ENDED
@@ -189,19 +190,22 @@ class Lifecycle(RequestEnds):
         if self._steps.get(step.number) is not step:
             raise OwnershipError(f"step {step.number} is not planned here, or it was learned or cancelled")
 
-    def _check_order(self, step: Step, later: bool) -> None:
-        for other in self._steps.values():
-            if (other.number > step.number) == later and other is not step:
-                shared = set(other.requests) & set(step.requests)
-                if shared:
-                    name = next(iter(shared)).rid
-                    raise OwnershipError(f"step {step.number}: step {other.number} of request {name!r} comes first")
+    def _before(self, step: Step) -> list[Step]:
+        return [other for other in self._steps.values() if other.number < step.number]
+
+    def _check_order(self, step: Step, others: Sequence[Step], what: str) -> None:
+        """Steps of one request go in their order."""
+        for other in others:
+            shared = set(other.requests) & set(step.requests)
+            if shared:
+                name = next(iter(shared)).rid
+                raise OwnershipError(f"step {step.number}: step {other.number} of request {name!r} {what} first")
 
     def _check_learn(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> None:
         self._check_step(step)
         if not step.done:
             raise OwnershipError(f"step {step.number} is not done: its outcome cannot be known")
-        self._check_order(step, later=False)
+        self._check_order(step, self._before(step), "is to be learned")
         for request, end in zip(step.requests, step.ends.tolist(), strict=True):
             if not _learning(request):
                 continue

@@ -44,7 +44,6 @@ class Request:
     before. ``cached``: leading tokens that the last admission found in the prefix cache. ``restore``: what the cache
     captured of the C4 rows before ``cached``: the engine copies it into the bank of ``row`` before the first forward.
     ``planned``: end of the last planned prefill chunk. ``unlearned``: steps planned or launched and not learned.
-    ``unproved_end``: the committed end was moved back and its live rows have not been proved resident.
     ``reason``: why it ended, ``stop`` or ``length``.
     """
 
@@ -62,7 +61,6 @@ class Request:
     reason: Literal["stop", "length"] | None = None
     ending: Ending | None = None
     retractions: int = 0
-    unproved_end: bool = False
     _buffer: I32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
     _length: int = 0
 

@@ -82,8 +82,8 @@ class RequestEnds(RequestRows):
     def rewind(self, request: Request, length: int) -> int:
         """Cut a request or a session to its first ``length`` tokens; returns the position that it continues from.
 
-        The position is the committed end if nothing of it was cut, else a multiple of the page at which every row
-        that is read before it is proved resident; what lies between it and ``length`` must be computed again (the
+        The position is the committed end if nothing of it was cut and the rows before it are resident, else a multiple
+        of the page at which every row that is read before it is proved resident; what lies between it and ``length`` must be computed again (the
         request is in ``PREFILL`` afterwards, a session stays kept). Where nothing is proved, the row is given up and
         opened again with the longest cached prefix.
         """
@@ -112,7 +112,7 @@ class RequestEnds(RequestRows):
     def _back_to(self, request: Request, limit: int) -> int:
         """Move the committed end to the largest proved position up to ``limit``, in this row or in a new one."""
         row, alloc, page = request.row, self.alloc, self.rules.page
-        if limit == alloc.committed(row) and not request.unproved_end:
+        if limit == alloc.committed(row) and request.log.resident(limit):
             return limit
         shared, resident = alloc.shared(row), int(alloc.state.swa_start[row]) * page
         low = max(shared, resident + alloc.spec.window - 1 if resident else 0)
@@ -124,7 +124,6 @@ class RequestEnds(RequestRows):
             return self._reenter(request)
         alloc.trim(row, target)
         request.log.committed(target)
-        request.unproved_end = False
         return target
 
     def _reenter(self, request: Request) -> int:
@@ -159,9 +158,7 @@ class RequestEnds(RequestRows):
             del self.requests[request.rid]
 
     def _keep(self, request: Request) -> None:
-        committed = self.alloc.committed(request.row)
-        valid = min(committed, len(request))
+        valid = min(self.alloc.committed(request.row), len(request))
         self.alloc.trim(request.row, valid)
         request.log.committed(valid)
-        request.unproved_end |= valid < committed
         request.state = State.KEPT

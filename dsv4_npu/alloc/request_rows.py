@@ -118,7 +118,7 @@ class RequestRows:
     def _enter(self, request: Request) -> None:
         request.row = self.alloc.open(request.rid)
         request.log = self.rules.log()
-        request.cached, request.restore, request.unproved_end = 0, None, False
+        request.cached, request.restore = 0, None
         if self.cache is not None:
             match = self.cache.match(request.tokens[:-1])
             self.cache.lock(request.row, match.node)

@@ -126,8 +126,8 @@ class RingLog:
             rule = ring.rule
             saved = addressing.save_start(start, end, rule.ratio, rule.pad)
             if rule.bank == "swa_page" and self.rules.saves_page_tails:
-                for tail in range(addressing.ceil_to(start + 1, self.rules.page), saved, self.rules.page):
-                    ring.save(max(start, rule.live(tail)[0]), tail)
+                for tail in range(addressing.ceil_to(start + 1, self.rules.page), end + 1, self.rules.page):
+                    ring.save(max(start, rule.live(tail)[0]), min(tail, saved))
             ring.save(saved, end)
 
     def committed(self, length: int) -> None:
