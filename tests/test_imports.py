@@ -18,6 +18,8 @@ PACKAGE = Path(__file__).parent.parent / "dsv4_npu"
 
 PRELUDE = """
 import sys, warnings
+# An editable installation would find in the checkout what the copy lacks.
+sys.meta_path = [f for f in sys.meta_path if not f.__module__.startswith("__editable__")]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import dsv4_npu, dsv4_npu.ops

@@ -40,7 +40,7 @@ def program_limit(device_type: str, index: int | None) -> int:
     interpreter runs programs one after another, where a small grid still makes each program loop.
     """
     if device_type == "cuda":
-        return min(MOST_PROGRAMS, 32 * torch.cuda.get_device_properties(index).multi_processor_count)
+        return min(MOST_PROGRAMS, 64 * torch.cuda.get_device_properties(index).multi_processor_count)
     if device_type == "npu":
         try:
             utilities = triton.runtime.driver.active.utils

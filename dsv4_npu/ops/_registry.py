@@ -33,7 +33,10 @@ _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyp
 def _load_extension() -> str | None:
     """Open ``_C``; the reason in words when that does not work."""
     if not EXTENSION.is_file():
-        return f"{EXTENSION.name} is not built (build it with: pip install --no-build-isolation -e .)"
+        return (
+            f"{EXTENSION.name} is not built ("
+            "with torch, cmake and a C++ compiler there: pip install --no-build-isolation --no-deps .)"
+        )
     try:
         torch.ops.load_library(str(EXTENSION))  # type: ignore[no-untyped-call]
     except OSError as error:

@@ -55,7 +55,7 @@ def extension() -> Part:
 
 def ledger() -> Part:
     """The C++ page ledgers. Without them their Python twins run."""
-    build = "build it with: pip install --no-build-isolation -e . (needs cmake, a C++ compiler and pybind11)"
+    build = "with pybind11, cmake and a C++ compiler there: pip install --no-build-isolation --no-deps ."
     return _import_part("_ledger", "dsv4_npu._ledger", ("dsv4-npu",), build)
 
 

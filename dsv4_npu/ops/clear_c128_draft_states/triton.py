@@ -72,4 +72,5 @@ def run(
         SCORE=score,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
+        num_warps=8,
     )
