@@ -13,6 +13,7 @@ import torch
 from dsv4_npu import addressing
 from dsv4_npu.alloc.audit import audit
 from dsv4_npu.alloc.epochs import Epochs
+from dsv4_npu.alloc.export import RowPages, row_pages
 from dsv4_npu.alloc.ledger import Backend, make_ledger
 from dsv4_npu.alloc.mirrors import Mirrors
 from dsv4_npu.alloc.spec import AllocSpec
@@ -172,6 +173,10 @@ class KVAllocator:
     def window(self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], width: int) -> OutCacheLoc:
         """Slots of ``[start, start + width)`` of each row of a batch."""
         return OutCacheLoc(*self.ledger.window(rows, starts, width))
+
+    def row_pages(self, row: int, length: int) -> RowPages:
+        """Pages of the first ``length`` committed tokens of a row, to be sent elsewhere; a hole raises."""
+        return row_pages(self, row, length)
 
     # -- prefixes ------------------------------------------------------------------------------------------------
 

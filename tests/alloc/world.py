@@ -447,6 +447,15 @@ class World:
         pages, self.cache.extra = self.cache.extra[:count], self.cache.extra[count:]
         self.do("release_c128", pages)
 
+    def replace_c128(self, a: int, b: int, c: int) -> None:
+        """The pages that a row has already, and may be the only holder of, as when each chunk sets its prefix again."""
+        request = self.pick(a)
+        if request:
+            held = int(self.main.state.c128_cols[request.row])
+            self.do(
+                "replace_c128_prefix", request.row, self.main.state.c128_table[request.row, : b % (held + 1)].tolist()
+            )
+
     def rollback(self, a: int, b: int, c: int) -> None:
         rows = [r for r in self.live.values() if (a >> r.rid % 8) & 1 and not self.main.state.flags[r.row] & HOLES]
 
@@ -479,6 +488,9 @@ class World:
         try:
             self.transact(lambda tx: tx.extend(row, length, tail), commit=True)
         except CapacityError:
+            self.abort(request)
+            return
+        if a % 3 == 0:
             self.abort(request)
             return
         self.write(row, 0, request.prints)
@@ -583,8 +595,9 @@ OPERATIONS: dict[str, int] = {
     "cache_evict_swa": 1,
     "retain": 1,
     "release": 1,
+    "replace_c128": 2,
     "rollback": 3,
-    "prealloc": 1,
+    "prealloc": 3,
     "free_own_slots": 1,
     "drain_log": 1,
     "resize": 1,
