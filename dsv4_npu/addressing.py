@@ -11,6 +11,7 @@ the compression ratio (4 or 128). Page 0 of every family and request row 0 are d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -68,12 +69,12 @@ def full_slots(block_table: torch.Tensor, rows: torch.Tensor, positions: torch.T
 
 
 def swa_slots(full: torch.Tensor, full_to_swa: torch.Tensor, page: int) -> torch.Tensor:
-    """SWA slots of FULL slots; -1 where the FULL page has no SWA page (``full_to_swa`` holds 0 there).
+    """SWA slots of FULL slots; -1 for a slot < 0 and where the FULL page has no SWA page (``full_to_swa`` holds 0).
 
     full_to_swa: int32 ``[FULL pages + 1]`` of SWA page ids. Offsets inside a page agree in both families.
     """
-    pages = full_to_swa[full // page].to(torch.int64)
-    return torch.where(pages > 0, pages * page + full % page, torch.full_like(full, -1))
+    pages = full_to_swa[full.clamp_min(0) // page].to(torch.int64)
+    return torch.where((pages > 0) & (full >= 0), pages * page + full % page, torch.full_like(full, -1))
 
 
 def c4_slots(full: IntLike) -> IntLike:
@@ -140,13 +141,20 @@ def verify_rows(batch: int, width: int) -> npt.NDArray[np.int64]:
     return np.arange(batch * width, dtype=np.int64).reshape(batch, width)
 
 
-def c128_slot_checked(columns: list[int], entry: int, c128_page: int) -> int:
-    """The C128 slot of one entry from a host list of page ids; raises InputError for a hole or a missing column."""
+def c128_slot_checked(columns: Sequence[int], entry: int, c128_page: int) -> int:
+    """The C128 slot of one entry from a host list of page ids.
+
+    Raises InputError for a negative entry, a missing column, or a hole (a page id < 1) in any column up to the entry's.
+    """
+    if entry < 0:
+        raise InputError(f"entry = {entry}; an index of a compressed entry, 0 or more, is needed")
     column = entry // c128_page
-    if column >= len(columns) or columns[column] <= 0:
-        held = columns[column] if column < len(columns) else "no column"
-        raise InputError(
-            f"entry {entry} lies in sidecar column {column}, which holds {held}: "
-            f"every column up to it must hold a C128 page id >= 1"
-        )
+    if column >= len(columns):
+        raise InputError(f"entry {entry} lies in sidecar column {column}; there are only {len(columns)} columns")
+    for at, held in enumerate(columns[: column + 1]):
+        if held < 1:
+            raise InputError(
+                f"entry {entry} lies in sidecar column {column}, but column {at} holds {held}: "
+                f"every column up to it must hold a C128 page id >= 1"
+            )
     return columns[column] * c128_page + entry % c128_page

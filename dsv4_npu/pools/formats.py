@@ -2,6 +2,11 @@
 
 Each format says how wide a stored row is, how a row is written (quantised) and read (dequantised), and how far a
 round trip may be off.
+
+What a format cannot hold never reads back as a wrong finite number: it reads back as inf or NaN. bf16, fp32 and fp64
+keep NaN and inf and overflow to inf. Packed fp8 stores NaN for NaN, inf and magnitudes above 240 · 2^120 (about
+3.2e38), and its other channels are not disturbed. A scaled row with such a value (int8 + fp16: above 127 · 65504)
+reads NaN in every channel, since int8 has no NaN of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ _PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _GROUP = 64
 _ALIGN = 128
 _FP8_MAX = 448.0
+#: The largest magnitude of a format with fp8 values that reads back finite in float32.
+_FP8_LIMIT = 240.0 * 2.0**120
 
 
 @dataclass(frozen=True)
@@ -25,14 +32,17 @@ class RowFormat:
 
     Attributes:
         name: the format's name in configurations.
+        dim: D, channels of a row.
         dtype, width: element type and elements of a stored row.
         scale_dtype: type of the separate per-row scale, None when the row has none of its own.
         encode: ``[n, D] float -> (stored [n, width], scale [n, 1] or None)``.
         decode: the inverse, to a given float dtype.
-        bound: ``rows [n, D] -> [n, D]``, the largest absolute error of a round trip per element.
+        bound: ``rows [n, D] -> [n, D] float64``, the largest absolute error per element of a round trip that is read as
+            float32 or float64; inf where the format cannot hold the value.
     """
 
     name: str
+    dim: int
     dtype: torch.dtype
     width: int
     scale_dtype: torch.dtype | None
@@ -47,50 +57,64 @@ class RowFormat:
         return self.width * self.dtype.itemsize + scale
 
 
+def _rounding_bound(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Half a unit in the last place of ``dtype`` (of its subnormals where those are wider); 0 where it holds all."""
+    info = torch.finfo(dtype)
+    size = rows.double().abs()
+    if torch.promote_types(rows.dtype, dtype) == dtype:
+        error = torch.zeros_like(size)
+    else:
+        error = size.clamp_min(info.smallest_normal) * (info.eps / 2)
+    return torch.where(size <= info.max, error, torch.inf)
+
+
 def _plain(name: str, dim: int) -> RowFormat:
     dtype = _PLAIN[name]
-    # Half a unit in the last place, relative; a float64 source can also be exact, which the bound covers.
-    relative = torch.finfo(dtype).eps / 2
     return RowFormat(
         name,
+        dim,
         dtype,
         dim,
         None,
         encode=lambda rows: (rows.to(dtype), None),
         decode=lambda stored, _scale, out: stored.to(out),
-        bound=lambda rows: rows.abs() * relative,
+        bound=lambda rows: _rounding_bound(rows, dtype),
     )
 
 
-def _power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two s with ``amax / s <= 448``; 1 for a group of zeros."""
-    safe = torch.where(amax > 0, amax.double() / _FP8_MAX, torch.ones_like(amax, dtype=torch.float64))
-    return torch.exp2(torch.ceil(torch.log2(safe)).clamp(-127, 127))
+def _scale_exponent(amax: torch.Tensor) -> torch.Tensor:
+    """The smallest k >= -127 with ``amax <= 448 · 2^k``, as float64; -127 for a group of zeros."""
+    mantissa, exponent = torch.frexp(amax)
+    # 448 = 0.875 · 2^9; without a logarithm the result is exact.
+    least = exponent.double() - 9 + (mantissa > 0.875)
+    return torch.where(amax > 0, least.clamp_min(-127), -127.0)
 
 
 def _fp8_packed(nope: int, rope: int) -> RowFormat:
     """A5's KV row: fp8 e4m3 without position, bf16 rotary channels, one power-of-two scale byte per 64 channels.
 
     ``nope + 2 · rope + ceil(nope / 64)`` bytes, aligned to 128 (583 → 640 for 448 + 64). The scale byte is the biased
-    exponent (e8m0). Error of a nope channel: at most ``|x| / 16`` (half of e4m3's step of 1/8), or half of the smallest
-    subnormal, ``scale · 2^-10``, whichever is larger; of a rotary channel: bf16's ``|x| / 256``.
+    exponent (e8m0); a row of zeros is stored as zero bytes. Error of a nope channel: at most ``|x| / 16`` (half of
+    e4m3's step of 1/8), or half of the smallest subnormal, ``scale · 2^-10``, whichever is larger; of a rotary channel:
+    bf16's ``|x| / 256``.
     """
     groups = -(-nope // _GROUP)
     used = nope + 2 * rope + groups
     width = -(-used // _ALIGN) * _ALIGN
 
-    def grouped(rows: torch.Tensor) -> torch.Tensor:
-        padded = torch.nn.functional.pad(rows[:, :nope], (0, groups * _GROUP - nope))
-        return padded.view(rows.shape[0], groups, _GROUP)
+    def scaled(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nope channels ``[n, groups, 64]`` in float64 (NaN where they cannot be held), exponents ``[n, groups]``."""
+        wide = torch.nn.functional.pad(rows[:, :nope].double(), (0, groups * _GROUP - nope))
+        wide = torch.where(wide.abs() <= _FP8_LIMIT, wide, torch.nan).view(rows.shape[0], groups, _GROUP)
+        return wide, _scale_exponent(wide.nan_to_num(0.0).abs().amax(-1))
 
     def encode(rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        parts = grouped(rows).double()
-        scale = _power_of_two_scale(parts.abs().amax(-1, keepdim=True))
-        values = (parts / scale).to(torch.float8_e4m3fn).view(torch.uint8).view(rows.shape[0], -1)[:, :nope]
-        exponent = (torch.log2(scale).squeeze(-1) + 127).to(torch.uint8)
+        wide, exponent = scaled(rows)
+        values = (wide / torch.exp2(exponent)[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
         rotary = rows[:, nope:].to(torch.bfloat16).contiguous().view(torch.uint8)
         tail = torch.zeros((rows.shape[0], width - used), dtype=torch.uint8, device=rows.device)
-        return torch.cat((values, rotary, exponent, tail), dim=-1).view(torch.float8_e4m3fn), None
+        parts = (values.flatten(1)[:, :nope], rotary, (exponent + 127).to(torch.uint8), tail)
+        return torch.cat(parts, dim=-1).view(torch.float8_e4m3fn), None
 
     def decode(stored: torch.Tensor, _scale: torch.Tensor | None, out: torch.dtype) -> torch.Tensor:
         raw = stored.view(torch.uint8)
@@ -101,31 +125,35 @@ def _fp8_packed(nope: int, rope: int) -> RowFormat:
         return torch.cat((values * scale, rotary), dim=-1)
 
     def bound(rows: torch.Tensor) -> torch.Tensor:
-        scale = _power_of_two_scale(grouped(rows).abs().amax(-1, keepdim=True)).to(rows.dtype)
-        floor = (scale * 2.0**-10).expand(-1, -1, _GROUP).reshape(rows.shape[0], -1)[:, :nope]
-        return torch.cat((torch.maximum(rows[:, :nope].abs() / 16, floor), rows[:, nope:].abs() / 256), dim=-1)
+        wide, exponent = scaled(rows)
+        error = torch.maximum(wide.abs() / 16, torch.exp2(exponent - 10)[..., None])
+        error = error.nan_to_num(torch.inf, posinf=torch.inf).flatten(1)[:, :nope]
+        return torch.cat((error, _rounding_bound(rows[:, nope:], torch.bfloat16)), dim=-1)
 
-    return RowFormat("fp8_packed", torch.float8_e4m3fn, width, None, encode, decode, bound)
+    return RowFormat("fp8_packed", nope + rope, torch.float8_e4m3fn, width, None, encode, decode, bound)
 
 
 def _scaled(name: str, dim: int) -> RowFormat:
     """An indexer row with one scale: int8 + fp16 (A2/A3) or fp8 e4m3 + fp32 (A5).
 
-    int8: ``scale = amax / 127``, error at most half a step plus what fp16 loses of the scale (127 · 2^-11 steps). fp8:
-    ``scale = amax / 448``, error at most ``|x| / 16`` or half of the smallest subnormal.
+    int8: ``scale = amax / 127``, error at most half a step, where fp16 may round the step up by 2^-11. fp8: ``scale =
+    amax / 448``, error at most ``|x| / 16`` or half of the smallest subnormal, up to what fp32 rounds. A scale is never
+    below the smallest normal number of its type.
     """
     integer = name == "int8_fp16"
     dtype = torch.int8 if integer else torch.float8_e4m3fn
     scale_dtype = torch.float16 if integer else torch.float32
     top = 127.0 if integer else _FP8_MAX
-    smallest = float(torch.finfo(scale_dtype).tiny)
+    info = torch.finfo(scale_dtype)
+    limit = top * info.max if integer else _FP8_LIMIT
 
     def scale_of(rows: torch.Tensor) -> torch.Tensor:
-        return (rows.abs().amax(-1, keepdim=True).double() / top).clamp_min(smallest)
+        amax = rows.abs().amax(-1, keepdim=True).double()
+        return torch.where(amax <= limit, (amax / top).clamp_min(info.smallest_normal), torch.nan)
 
     def encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = scale_of(rows).to(scale_dtype)
-        ratio = (rows.double() / scale.double()).clamp(-top, top)
+        ratio = (rows.double() / scale.double()).nan_to_num(0.0)
         return (ratio.round().to(dtype) if integer else ratio.to(dtype)), scale
 
     def decode(stored: torch.Tensor, scale: torch.Tensor | None, out: torch.dtype) -> torch.Tensor:
@@ -135,10 +163,12 @@ def _scaled(name: str, dim: int) -> RowFormat:
     def bound(rows: torch.Tensor) -> torch.Tensor:
         scale = scale_of(rows)
         if integer:
-            return (scale * (0.5 + 127 * 2.0**-11) * 1.001).expand_as(rows)
-        return torch.maximum(rows.abs().double() / 16, scale * 2.0**-10) * 1.001
+            error = (scale * (0.5 * (1 + 2.0**-10))).expand(rows.shape)
+        else:
+            error = torch.maximum(rows.double().abs() / 16, scale * 2.0**-10) * (1 + 2.0**-10)
+        return error.nan_to_num(torch.inf, posinf=torch.inf)
 
-    return RowFormat(name, dtype, dim, scale_dtype, encode, decode, bound)
+    return RowFormat(name, dim, dtype, dim, scale_dtype, encode, decode, bound)
 
 
 def kv_format(name: str, nope: int, rope: int) -> RowFormat:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_npu import addressing
+from dsv4_npu.errors import InputError
 from dsv4_npu.pools.formats import RowFormat
 
 
@@ -32,7 +33,15 @@ class RowSlab:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store ``rows [n, D]`` at ``slots [n]`` of ``layer``; slots < 0 go to the dummy slot."""
+        """Store ``rows [n, D]`` at ``slots [n]`` of ``layer``; slots < 0 go to the dummy slot.
+
+        Raises InputError for shapes that do not fit.
+        """
+        if slots.ndim != 1 or rows.shape != (slots.numel(), self.row.dim):
+            raise InputError(
+                f"slots of shape {tuple(slots.shape)} and rows of shape {tuple(rows.shape)}; "
+                f"[n] and [n, {self.row.dim}] are needed"
+            )
         slots = slots.clamp_min(0)
         stored, scale = self.row.encode(rows)
         # float8 has no indexed write on every backend; its bytes have.

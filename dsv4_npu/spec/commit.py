@@ -36,15 +36,30 @@ class CommitPlan:
 
 
 def accepted_rows(result: VerifyResult) -> list[list[int]]:
-    """Accepted verify rows of each request, by length."""
+    """Accepted verify rows of each request, by length.
+
+    Raises:
+        InputError: a length outside of 1 to the width of ``accept_index``.
+    """
     lens, index = result.accept_lens.tolist(), result.accept_index.tolist()
+    for b, (row, n) in enumerate(zip(index, lens, strict=True)):
+        if not 1 <= n <= len(row):
+            raise InputError(f"request {b}: accept_lens = {n}; 1 to {len(row)}, the width of accept_index, is needed")
     return [row[:n] for row, n in zip(index, lens, strict=True)]
 
 
 def accepted_tokens(result: VerifyResult) -> list[list[int]]:
-    """Tokens appended to each request's output: the accepted drafts, then the bonus."""
+    """Tokens appended to each request's output: the accepted drafts, then the bonus.
+
+    Raises:
+        InputError: a negative token, which acceptance reports where the target's row has no positive entry.
+    """
     predict = result.predict.tolist()
-    return [[predict[row] for row in rows] for rows in accepted_rows(result)]
+    tokens = [[predict[row] for row in rows] for rows in accepted_rows(result)]
+    for b, run in enumerate(tokens):
+        if min(run) < 0:
+            raise InputError(f"request {b}: no token could be drawn, its target row holds no positive probability")
+    return tokens
 
 
 def plan_commit(window_slots: I64, seq_lens: I64, rows: list[list[int]]) -> CommitPlan:
@@ -58,9 +73,17 @@ def plan_commit(window_slots: I64, seq_lens: I64, rows: list[list[int]]) -> Comm
         rows: accepted verify rows per request, ``b · D + j`` (:func:`accepted_rows`).
 
     Raises:
-        InputError: a row outside of its request's window, or more rows than the window has.
+        InputError: shapes that do not fit, a row outside of its request's window, a first row that is not the root, a
+            row that is accepted twice, or more rows than the window has.
     """
+    if window_slots.ndim != 2 or seq_lens.shape != window_slots.shape[:1]:
+        raise InputError(
+            f"window_slots of shape {window_slots.shape} and seq_lens of shape {seq_lens.shape}; "
+            "[bs, D] and [bs] are needed"
+        )
     batch, width = window_slots.shape
+    if len(rows) != batch:
+        raise InputError(f"{len(rows)} lists of accepted rows for {batch} requests; one each is needed")
     flat = window_slots.reshape(-1)
     sources, targets = [], []
     for b, accepted in enumerate(rows):
@@ -69,10 +92,12 @@ def plan_commit(window_slots: I64, seq_lens: I64, rows: list[list[int]]) -> Comm
         bad = [row for row in accepted if not b * width <= row < (b + 1) * width]
         if bad:
             raise InputError(f"request {b}: verify row {bad[0]}; {b * width} to {(b + 1) * width - 1} are its rows")
+        if accepted[0] != b * width:
+            raise InputError(f"request {b}: first accepted row {accepted[0]}; the root, row {b * width}, is needed")
+        if len(set(accepted)) != len(accepted):
+            raise InputError(f"request {b}: accepted rows {accepted}; each row can be accepted once")
         sources.append(flat[accepted])
         targets.append(window_slots[b, : len(accepted)])
     new_lens = seq_lens + np.array([len(accepted) for accepted in rows], dtype=np.int64)
     empty = np.zeros(0, np.int64)
-    if len(rows) != batch:
-        raise InputError(f"{len(rows)} lists of accepted rows for {batch} requests; one each is needed")
     return CommitPlan(np.concatenate([*sources, empty]), np.concatenate([*targets, empty]), new_lens)

@@ -54,6 +54,8 @@ def _outputs(candidates: torch.Tensor, depth: int) -> VerifyResult:
 
 
 def _depth(candidates: torch.Tensor, depth: int | None) -> int:
+    if candidates.ndim != 2:
+        raise InputError(f"candidates of shape {tuple(candidates.shape)}; [bs, D] is needed")
     width = candidates.shape[1]
     depth = width if depth is None else depth
     if not 1 <= depth <= width:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4_npu import addressing
@@ -408,6 +408,7 @@ def expected_width(context: int, reserve: int, page: int) -> int:
     return width
 
 
+@settings(deadline=None)
 @given(
     context=st.integers(1, 9000),
     drafts=st.integers(0, 9),
