@@ -44,6 +44,22 @@ def lower(source: Any, target: Target, options: dict[str, Any]) -> str:
         raise ToolError(f"{target.arch}: triton-adapter-opt: {complaint(error.stderr.decode())}") from error
 
 
+def element_loops(linalg: str) -> int:
+    """The loops into which the front end has broken a load or store of scattered elements (rows of 32 bytes and more
+    stay whole)."""
+    lines = linalg.splitlines()
+    found = 0
+    for end, line in enumerate(lines):
+        indent = line[: len(line) - len(line.lstrip())]
+        if not line.startswith(f"{indent}}} {{ExtractedLoadOrStore"):
+            continue
+        start = max(k for k in range(end) if re.match(rf"{indent}(?:%\S+ = )?scf\.for\b", lines[k]))
+        nested = [k for k in range(start + 1, end) if re.match(rf"{indent}  (?:%\S+ = )?scf\.for\b", lines[k])]
+        body = lines[start + 1 : nested[0] if nested else end]
+        found += any("memref.reinterpret_cast" in line and "sizes: [1]," in line for line in body)
+    return found
+
+
 def schedule(linalg: str, target: Target, folder: Path) -> Scheduled:
     """BiSheng's scheduled module for the linalg IR; raises ToolError when the compiler refuses.
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .cpu_object import CpuObject, element_count
-from .lowering import lower
+from .lowering import element_loops, lower
 from .toolchain import TARGETS, Target, ToolError
 
 GUARD = 4096
@@ -68,7 +68,7 @@ class Specialization:
 
     def element_loops(self) -> int:
         """How many loops of the IR load or store single elements, one after another: correct, and slow on an NPU."""
-        return max(self.ir(target).count("ExtractedLoadOrStore") for target in (TARGETS[0], TARGETS[-1]))
+        return max(element_loops(self.ir(target)) for target in (TARGETS[0], TARGETS[-1]))
 
     def cpu(self, target: Target) -> CpuObject:
         text = self.ir(target)

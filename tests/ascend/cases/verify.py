@@ -73,6 +73,6 @@ def exact_rows(shape: tuple[int, ...], vocab: int, random: torch.Generator, supp
 
 
 def exact_coins(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
-    """Coins in [0, 1] of few bits, so that coin times mass is exact too; both ends occur."""
-    coins = torch.randint(0, 257, shape, generator=random) / 256
+    """Coins in [0, 1] of few bits, so that coin times mass is exact too; every fourth is one of the two ends."""
+    coins = (torch.randint(-43, 300, shape, generator=random) / 256).clamp(0, 1)
     return coins.float()
