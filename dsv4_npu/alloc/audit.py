@@ -117,9 +117,8 @@ class _Check:
     def rows(self) -> None:
         state = self.state
         opened = np.flatnonzero(state.page_state[ROW] == HELD)
-        self.report(
-            ROW, np.setxor1d(opened, self.view.named_rows), "open without a request, or named but not open", RETURN
-        )
+        differ = np.setxor1d(opened, self.view.named_rows)
+        self.report(ROW, differ, "open without a request, or named but not open", RETURN)
         closed = state.page_state[ROW] != HELD
         left = (state.committed + state.allocated + state.held_cols + state.c128_cols + state.shared_cols) != 0
         left |= (state.evict_cursor + state.swa_start + state.flags) != 0
@@ -169,18 +168,13 @@ class _Check:
         lost = state.page_state[FULL][pages[shared]] != OUTSIDE
         self.report(FULL, pages[shared][lost], "read as shared prefix, but nobody outside holds it", FREED_IN_USE)
         readers = np.bincount(pages[shared], minlength=state.total(FULL) + 1)
-        self.report(
-            FULL, np.flatnonzero(readers != state.full_readers), "the number of reading rows is wrong", FREED_IN_USE
-        )
-        outside = view.count_outside(FULL)
-        state_outside = state.page_state[FULL] == OUTSIDE
-        self.report(
-            FULL, np.flatnonzero(state_outside & (outside == 0)), "held outside, but no holder names it", RETURN
-        )
-        self.report(
-            FULL, np.flatnonzero(~state_outside & (outside > 0)), "named by a holder that does not own it", FREED_IN_USE
-        )
-        self.report(FULL, np.flatnonzero(outside > 1), "named twice by holders", RETURN)
+        differ = np.flatnonzero(readers != state.full_readers)
+        self.report(FULL, differ, "the number of reading rows is wrong", FREED_IN_USE)
+        claims, outside = view.count_outside(FULL), state.page_state[FULL] == OUTSIDE
+        self.report(FULL, np.flatnonzero(outside & (claims == 0)), "held outside, but no holder names it", RETURN)
+        foreign = np.flatnonzero(~outside & (claims > 0))
+        self.report(FULL, foreign, "named by a holder that does not own it", FREED_IN_USE)
+        self.report(FULL, np.flatnonzero(claims > 1), "named twice by holders", RETURN)
         whole = state.flags[view.open_rows] & HOLES == 0
         filled = np.bincount(rows, minlength=len(state.held_cols))[view.open_rows]
         bad = (filled != state.held_cols[view.open_rows]) & whole
@@ -211,9 +205,7 @@ class _Check:
         mapped = state.full_to_swa[view.pages] != 0
         shared = columns < state.shared_cols[rows]
         missing = ~shared & (columns >= state.swa_start[rows]) & ~mapped
-        self.report(
-            FULL, view.pages[missing], "behind the start of the resident window, but without an SWA page", STALE
-        )
+        self.report(FULL, view.pages[missing], "in the resident window, but without an SWA page", STALE)
         kept = ~shared & (columns < state.evict_cursor[rows]) & mapped
         self.report(FULL, view.pages[kept], "before the eviction cursor, but it still has its SWA page", RETURN)
         first = np.maximum(0, state.committed - self.spec.window + 1)

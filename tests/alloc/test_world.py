@@ -45,7 +45,7 @@ def test_any_order_of_operations() -> None:
     run_state_machine_as_test(
         make_machine(),
         settings=settings(
-            max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
@@ -53,7 +53,7 @@ def test_any_order_of_operations() -> None:
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_random_serving(name: str) -> None:
     world = World(SPECS[name], tuple(BACKENDS))
-    random_run(world, seed=11, steps=600)
+    random_run(world, seed=11, steps=400)
 
 
 @pytest.mark.slow
