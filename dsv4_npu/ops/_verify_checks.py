@@ -21,8 +21,8 @@ def check_outputs(
     candidates: torch.Tensor,
 ) -> tuple[int, int]:
     """The three output buffers and the candidates that size them; returns (bs, D)."""
-    device = candidates.device if isinstance(candidates, torch.Tensor) else None
     check_tensor(op, "candidates", candidates, ("bs", "D"), INDEX)
+    device = candidates.device
     bs, drafts = candidates.shape
     check_at_least(op, "D, the columns of candidates,", drafts, 1)
     check_tensor(op, "predicts", predicts, (bs * drafts,), OUTPUT, device)

@@ -1,0 +1,72 @@
+"""Every implementation against a judge that knows only the rules, and the implementations against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from brute_force import JUDGES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from verify_world import Batch, Target, random_batch, run
+
+OPS = tuple(JUDGES)
+EXAMPLES = {"ref": 60, "cpp": 300, "interpreter": 25, "cuda": 60}
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    drafts = draw(st.integers(1, 9), label="D")
+    return random_batch(
+        seed=draw(st.integers(0, 2**20), label="seed"),
+        bs=draw(st.sampled_from([0, 1, 3]), label="bs"),
+        drafts=drafts,
+        width=draw(st.integers(1, drafts + 2), label="width"),
+        vocab=draw(st.sampled_from([1, 2, 3, 5, 7]), label="V"),
+        exact=draw(st.booleans(), label="exact"),
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_small(op: str, target: Target) -> None:
+    @settings(max_examples=EXAMPLES[target.kind], deadline=None, suppress_health_check=list(HealthCheck))
+    @given(batches())
+    def check(batch: Batch) -> None:
+        JUDGES[op](batch, run(target, op, batch))
+
+    check()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_equal_to_ref_where_float32_is_exact(op: str, target: Target) -> None:
+    """On few-bit numbers no rounding can excuse a difference."""
+    for seed in range(EXAMPLES[target.kind] // 5):
+        drafts = seed % 9 + 1
+        batch = random_batch(seed, 3, drafts, max(1, drafts - seed % 3), [2, 3, 7, 50][seed % 4])
+        assert run(target, op, batch) == run(Target("ref", "cpu"), op, batch)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("bs", "drafts", "vocab"),
+    [(3, 4, 2047), (1, 5, 4096), (1, 3, 4097), (1, 9, 129280), (2, 1, 129280), (257, 2, 3)],
+)
+def test_sizes(op: str, target: Target, bs: int, drafts: int, vocab: int) -> None:
+    batch = random_batch(bs + drafts + vocab, bs, drafts, drafts, vocab, exact=False)
+    JUDGES[op](batch, run(target, op, batch))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_same_coins_same_tokens(op: str, target: Target) -> None:
+    batch = random_batch(5, 3, 4, 4, 9001, exact=False)
+    first = run(target, op, batch)
+    repeats = 50 if target.kind == "cuda" else 2
+    assert all(run(target, op, batch) == first for _ in range(repeats))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_are_not_written(op: str, target: Target) -> None:
+    batch = random_batch(8, 2, 4, 3, 11)
+    before = [x.clone() for x in batch.inputs(op) if isinstance(x, torch.Tensor)]
+    run(target, op, batch)
+    after = [x for x in batch.inputs(op) if isinstance(x, torch.Tensor)]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
