@@ -72,8 +72,6 @@ class KVAllocator:
         self._rid_of: dict[int, Hashable] = {}
         self._row_of: dict[Hashable, int] = {}
 
-    # -- rows ----------------------------------------------------------------------------------------------------
-
     def open(self, rid: Hashable) -> int:
         """Give a request a row (>= 1); CapacityError when none is free."""
         if rid in self._row_of:
@@ -143,8 +141,6 @@ class KVAllocator:
             if count > total:
                 raise CapacityError(f"a request of {total_len} tokens needs {count} {name} pages: {total} exist")
 
-    # -- allocation ----------------------------------------------------------------------------------------------
-
     def transaction(self) -> Transaction:
         """Begin to plan a batch."""
         return Transaction(self.ledger, self.state, self.transactions)
@@ -177,8 +173,6 @@ class KVAllocator:
     def row_pages(self, row: int, length: int) -> RowPages:
         """Pages of the first ``length`` committed tokens of a row, to be sent elsewhere; a hole raises."""
         return row_pages(self, row, length)
-
-    # -- prefixes ------------------------------------------------------------------------------------------------
 
     def attach_prefix(self, row: int, full_pages: Ids, c128_pages: Ids, length: int) -> None:
         """Make ``length`` leading tokens of a row a shared prefix whose pages a holder outside owns.
@@ -229,8 +223,6 @@ class KVAllocator:
         """Free the SWA page of every slot's FULL page; an unmapped one is left alone."""
         self.ledger.free_swa_slots(_ids(slots))
 
-    # -- giving back while the request lives ---------------------------------------------------------------------
-
     def trim(self, row: int, boundary: int) -> None:
         """Give back the pages wholly behind ``boundary`` (from ``ceil_page(boundary)``) and set the lengths.
 
@@ -248,8 +240,6 @@ class KVAllocator:
     def evict_window(self, row: int, verify_width: int | None = None) -> int:
         """Free the row's own SWA pages wholly before ``floor_page(committed - max(window, D))``; returns how many."""
         return self.ledger.evict(row, self.spec.verify_width if verify_width is None else verify_width)
-
-    # -- forwards in flight --------------------------------------------------------------------------------------
 
     def launch(self) -> int:
         """Begin an epoch: a forward that may read every page mapped now. Flush the mirrors before."""
@@ -271,8 +261,6 @@ class KVAllocator:
         """Send all pending table changes to the mirrors in one asynchronous copy; returns the entries sent."""
         return self.mirrors.flush()
 
-    # -- audit ---------------------------------------------------------------------------------------------------
-
     def register_holder(self, name: str, holder: Holder) -> None:
         """Let the audit count the pages of a holder outside of the rows."""
         if name in self.holders:
@@ -282,8 +270,6 @@ class KVAllocator:
     def audit(self, deep: bool = True) -> None:
         """Check every invariant; raises AuditError that names family, page, holders and step."""
         audit(self, deep)
-
-    # -- numbers -------------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, tuple[int, int, int]]:
         """Per family (``FULL``, ``SWA``, ``C128``, ``ROW``): pages out of the free list, their peak, the total."""

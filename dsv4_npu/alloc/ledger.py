@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Literal, Protocol
 
-from dsv4_npu.alloc.py_ledger import PyLedger, Slots
+from dsv4_npu.alloc.py_extend import Slots
+from dsv4_npu.alloc.py_ledger import PyLedger
 from dsv4_npu.alloc.spec import AllocSpec
 from dsv4_npu.alloc.state import I32, I64, LedgerState
 from dsv4_npu.errors import InputError, UnavailableError

@@ -60,8 +60,9 @@ class Mirrors:
         rotation = self._rotation
         staging = next((one for one in rotation if one.epoch < horizon), None)
         if staging is None and len(rotation) >= MAX_BUFFERS:
-            _wait_for(self.device)
             staging = rotation[0]
+            if staging.buffer.is_pinned():
+                torch.accelerator.synchronize(self.device)
         if staging is None:
             staging = _Staging(_host_buffer(entries, self.device), upcoming)
         else:
@@ -74,7 +75,7 @@ class Mirrors:
 
 
 def _host_buffer(entries: int, device: torch.device) -> torch.Tensor:
-    """Pinned where the device has pinned memory: a copy from other memory is run before ``to`` returns."""
+    """Pinned where the device has pinned memory; a copy from other memory has read it when ``to`` returns."""
     size = max(MIN_ENTRIES, 1 << (entries - 1).bit_length())
     if device.type not in ("cpu", "meta"):
         try:
@@ -82,9 +83,3 @@ def _host_buffer(entries: int, device: torch.device) -> torch.Tensor:
         except (RuntimeError, NotImplementedError):
             pass
     return torch.empty(size, dtype=torch.int64)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Wait until the device has run everything that was enqueued."""
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(device)

@@ -46,8 +46,6 @@ class PyPages:
     def bind(self) -> None:
         """Take up arrays that were replaced by a resize; nothing is cached here."""
 
-    # -- free lists ----------------------------------------------------------------------------------------------
-
     def take(self, full: int, swa: int, c128: int) -> tuple[I32, I32, I32]:
         """Take pages of the three families for a transaction, all or none."""
         self._check_room((full, swa, c128))
@@ -78,8 +76,6 @@ class PyPages:
         """Pages freed from now on wait for ``epoch``; 0: they are free at once."""
         self.state.counters[TAG] = epoch
 
-    # -- pages held outside of the rows --------------------------------------------------------------------------
-
     def free_pages(self, pages: I64) -> None:
         """Free FULL pages held outside, with their SWA pages where still mapped."""
         seen: set[int] = set()
@@ -103,8 +99,6 @@ class PyPages:
         self._step()
         self._unmap(np.array(list(dict.fromkeys(pages.tolist())), np.int64))
 
-    # -- C128 ----------------------------------------------------------------------------------------------------
-
     def retain_c128(self, pages: I64) -> None:
         """Count one more holder for each entry of a multiset of held pages."""
         for page in pages.tolist():
@@ -126,8 +120,6 @@ class PyPages:
         self._step()
         self._release(pages)
 
-    # -- mirrors -------------------------------------------------------------------------------------------------
-
     def collect(self, index: I64, value: I64) -> int:
         """Write changed entries of ``tables`` into two staging arrays, forget them, and return how many."""
         state = self.state
@@ -146,8 +138,6 @@ class PyPages:
         state.swa_logged[pages] = 0
         state.counters[N_SWA_LOG] = 0
         return pages
-
-    # -- inside --------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         self.state.counters[STEP] += 1

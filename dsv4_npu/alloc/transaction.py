@@ -9,7 +9,7 @@ import numpy as np
 
 from dsv4_npu import addressing
 from dsv4_npu.alloc.ledger import Ledger
-from dsv4_npu.alloc.py_ledger import NO_TAIL
+from dsv4_npu.alloc.py_extend import NO_TAIL
 from dsv4_npu.alloc.spec import FamilyCounts
 from dsv4_npu.alloc.state import C128, FULL, I32, I64, SWA, LedgerState
 from dsv4_npu.errors import InputError

@@ -71,9 +71,6 @@ def shelve(alloc: KVAllocator, tokens: int, rid: object = "donor") -> Shelf:
     return shelf
 
 
-# -- lengths and pages -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("committed", "allocated", "reserve", "want", "need"), [(130, 256, 8, 256, 0), (250, 256, 8, 384, 1)]
 )
@@ -317,9 +314,6 @@ def test_abort_of_preallocated_tokens(backend: str, length: int, tail: int | Non
     alloc.audit()
 
 
-# -- transactions ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("short", ["FULL", "SWA", "C128"])
 def test_a_family_that_runs_dry_leaves_the_others(backend: str, short: str) -> None:
     sizes = {"full_pages": 40, "swa_pages": 40, "c128_pages": 40, short.lower() + "_pages": 3}
@@ -443,9 +437,6 @@ def test_c128_pages_of_a_length(backend: str, tokens: int, entries: int, pages: 
     alloc = make(backend, row_width=8192)
     out = extend(alloc, alloc.open("r"), tokens)
     assert (len(out.out_c128), used(alloc)["C128"], len(out.out_c4)) == (entries, pages, c4)
-
-
-# -- C128 pages --------------------------------------------------------------------------------------------------
 
 
 def counts(alloc: KVAllocator, pages: list[int]) -> list[int]:
@@ -617,9 +608,6 @@ def test_holes_never_leave_the_process(backend: str) -> None:
     alloc.free_slots([int(pages.full[3]) * PAGE])
     with pytest.raises(OwnershipError, match="FULL page list: entry 3 of 8"):
         alloc.row_pages(row, 1000)
-
-
-# -- window ------------------------------------------------------------------------------------------------------
 
 
 def test_a_long_prompt_and_many_short_ones(backend: str) -> None:

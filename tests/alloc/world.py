@@ -123,8 +123,6 @@ class World:
         self.refused: dict[str, int] = {}
         self.events: Counter[str] = Counter()
 
-    # -- twins ---------------------------------------------------------------------------------------------------
-
     def do(self, name: str, *args: Any) -> Any:
         """One call on every allocator; the results must agree. Raises what they raise."""
         results = [outcome(lambda alloc=alloc: getattr(alloc, name)(*args)) for alloc in self.allocs]  # type: ignore[misc]
@@ -164,8 +162,6 @@ class World:
             for name, array in other.state.arrays().items():
                 if not np.array_equal(want[name], array):
                     raise WorldError(f"{name} differs: {want[name]} and {array}")
-
-    # -- checks --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         self.operations += 1
@@ -210,8 +206,6 @@ class World:
         self.mem[1][slots.out_swa[mapped]] = values[mapped]
         self.mem[2][slots.out_c4] = values[positions % 4 == 3]
         self.mem[3][slots.out_c128] = values[positions % 128 == 127]
-
-    # -- operations: each takes three integers and maps them to something legal -------------------------------------
 
     def pick(self, a: int, ready: Callable[[Request], bool] = lambda _: True) -> Request | None:
         fitting = [request for request in self.live.values() if ready(request)]
@@ -555,8 +549,6 @@ class World:
                     raise WorldError(f"refused {call} changed {name}") from None
         else:
             raise WorldError(f"{call} was not refused")
-
-    # -- end -----------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Everything ends: every family is back at its initial count."""
