@@ -15,6 +15,8 @@ from dsv4_npu.alloc.state import C128, FULL, HELD, OUTSIDE, QUARANTINED, SWA, TA
 
 #: Owners of a page. ``shared`` is a page of a cache (or another holder outside of the rows) that request rows read.
 KINDS: Final = ("free", "request", "cache", "shared", "transaction", "quarantine", "dummy")
+#: Their letters in a run-length encoded map.
+LETTERS: Final = "frcstqd"
 FREE_, REQUEST, CACHE, SHARED, TRANSACTION, QUARANTINE, DUMMY = range(len(KINDS))
 FAMILIES: Final = ((FULL, "FULL"), (SWA, "SWA"), (C128, "C128"))
 
@@ -45,12 +47,14 @@ def owner_kinds(allocator: KVAllocator) -> dict[str, Kinds]:
     return out
 
 
-def run_lengths(kinds: Kinds) -> list[tuple[str, int]]:
-    """Run-length encoding of owner kinds, in page order."""
+def run_lengths(kinds: Kinds) -> str:
+    """Run-length encoding of owner kinds in page order, a letter and a number per run: ``d1r12f3``."""
     edges = np.flatnonzero(np.diff(kinds)) + 1
     starts = np.concatenate([[0], edges])
     lengths = np.diff(np.concatenate([starts, [len(kinds)]]))
-    return [(KINDS[kind], length) for kind, length in zip(kinds[starts].tolist(), lengths.tolist(), strict=True)]
+    return "".join(
+        f"{LETTERS[kind]}{length}" for kind, length in zip(kinds[starts].tolist(), lengths.tolist(), strict=True)
+    )
 
 
 def snapshot(allocator: KVAllocator, time: float, label: str = "") -> dict[str, Any]:
@@ -77,6 +81,11 @@ class FamilySeries:
         self.times.append(time)
         for name, kinds in owner_kinds(self._allocator).items():
             self._counts[name].append(np.bincount(kinds, minlength=len(KINDS)))
+
+    def thin(self) -> None:
+        """Drop every second sample."""
+        self.times = self.times[::2]
+        self._counts = {name: counts[::2] for name, counts in self._counts.items()}
 
     def mean_used(self, name: str) -> float:
         """Mean number of pages out of the free list, over the samples."""

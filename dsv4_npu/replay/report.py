@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from dsv4_npu.errors import InputError
-from dsv4_npu.replay.picture import KINDS
+from dsv4_npu.replay.picture import KINDS, LETTERS
 
 SCHEMA = "dsv4_npu.report/1"
 #: Numbers shown as tiles at the top of the page.
@@ -104,13 +105,14 @@ def _length(values: Sequence[object], samples: int, where: str) -> None:
         raise InputError(f"report: {where} has {len(values)} values: {samples}, one per time, are needed")
 
 
-def _check_runs(name: str, runs: Sequence[Sequence[Any]], totals: Mapping[str, int]) -> None:
+def _check_runs(name: str, runs: object, totals: Mapping[str, int]) -> None:
     if name not in totals:
         raise InputError(f"report: snapshots: map of {name!r}: one of the families {sorted(totals)} is needed")
-    unknown = {kind for kind, _ in runs} - set(KINDS)
-    if unknown:
-        raise InputError(f"report: snapshots: {name}: kind {sorted(unknown)[0]!r}: one of {list(KINDS)} is needed")
-    pages = sum(length for _, length in runs)
+    if not isinstance(runs, str) or not re.fullmatch(f"([{LETTERS}][0-9]+)*", runs):
+        raise InputError(
+            f"report: snapshots: {name}: {runs!r:.60}: runs of a letter of {LETTERS!r} and a number are needed"
+        )
+    pages = sum(map(int, re.findall("[0-9]+", runs)))
     if pages != totals[name] + 1:
         raise InputError(f"report: snapshots: {name}: {pages} pages: {totals[name]} and the dummy page are needed")
 

@@ -5,6 +5,8 @@ const MEANING = {
   request: "owned by request rows", shared: "owned by a cache, read by requests", cache: "owned by a cache",
   transaction: "reserved, not yet written", quarantine: "freed, waits for a forward", free: "free", dummy: "dummy page 0",
 };
+const LETTER = { f: "free", r: "request", c: "cache", s: "shared", t: "transaction", q: "quarantine", d: "dummy" };
+const runsOf = (text) => [...text.matchAll(/([a-z])(\d+)/g)].map((found) => [LETTER[found[1]], Number(found[2])]);
 const times = data.time.values, snapshots = data.snapshots;
 const byId = (id) => document.getElementById(id);
 const count = (n) => n.toLocaleString("en-US", { maximumFractionDigits: 2 });
@@ -135,7 +137,7 @@ function drawCharts() {
   } else {
     byId("timeline").hidden = true;
   }
-  snapshots.forEach((s) => Object.values(s.maps).forEach((runs) => runs.forEach(([kind]) => used.add(kind))));
+  snapshots.forEach((s) => Object.values(s.maps).forEach((text) => runsOf(text).forEach(([kind]) => used.add(kind))));
   for (const kind of KINDS.filter((kind) => used.has(kind))) {
     const item = node("span", {}, byId("legend"));
     node("i", { style: `background:var(--${kind})` }, item);
@@ -252,7 +254,7 @@ function show(index) {
   const snapshot = snapshots[current];
   byId("slider").value = current;
   byId("when").textContent = `${data.time.unit} ${count(snapshot.time)}${snapshot.label ? " · " + snapshot.label : ""}  (${current + 1} of ${snapshots.length})`;
-  for (const [name, runs] of Object.entries(snapshot.maps)) (maps[name] ||= new PageMap(byId("maps"), name)).show(runs);
+  for (const [name, text] of Object.entries(snapshot.maps)) (maps[name] ||= new PageMap(byId("maps"), name)).show(runsOf(text));
   drawHistogram(snapshot.c128_refcounts);
   for (const chart of charts) {
     const x = chart.x(snapshot.time);

@@ -1,0 +1,167 @@
+"""``dsv4-npu replay``: serve a request trace through the allocator and report what its memory did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dsv4_npu.budget import DEFAULT_SWA_RATIO, sizes_for_tokens
+from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
+from dsv4_npu.errors import InputError
+from dsv4_npu.replay.acceptance import SimulatedAcceptance
+from dsv4_npu.replay.intake import Policy
+from dsv4_npu.replay.report import write_report
+from dsv4_npu.replay.runner import Deployment, Outcome, replay
+from dsv4_npu.replay.sizing import GIB, sizes_for_bytes
+from dsv4_npu.replay.summary import as_json, as_report, groups
+from dsv4_npu.replay.trace import load_trace
+
+DEFAULT_DRAFTS = {"none": 0, "chain": 3, "dspark": 5}
+DEFAULT_TOKENS = 2 * 2**20
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: at least 1 is needed")
+    return value
+
+
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value}: a number from 0 to 1 is needed")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """An argparse type: a number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value}: a number above 0 is needed")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``replay``."""
+    parser.add_argument("trace", type=Path, help="JSON lines in the Mooncake format")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
+    parser.add_argument("--model", default="v4_flash", help="a model name or the path of a config.json")
+    parser.add_argument("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"))
+    parser.add_argument("--spec", default="chain", choices=tuple(DEFAULT_DRAFTS), help="speculative decode")
+    parser.add_argument("--draft-tokens", type=int, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
+    parser.add_argument("--accept-rate", type=share, default=0.7, help="SIMULATED: chance of each draft (default: 0.7)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--tokens", type=positive, help=f"tokens that the pools hold (default: {DEFAULT_TOKENS})")
+    size.add_argument(
+        "--hbm-gib", type=above_zero, metavar="GIB", help="device memory for all pools and states instead"
+    )
+    parser.add_argument("--swa-ratio", type=share, default=DEFAULT_SWA_RATIO, help="SWA pages as a share of FULL pages")
+    parser.add_argument("--context", type=positive, default=131072, help="longest request in tokens (default: 131072)")
+    parser.add_argument("--c128-page-size", type=positive, default=16, help="C128 entries per page; below 16 for tests")
+    parser.add_argument("--max-running", type=positive, default=64, help="requests served at once (default: 64)")
+    parser.add_argument("--prefill-chunk", type=positive, default=8192, help="prompt tokens of one prefill step")
+    parser.add_argument(
+        "--output-estimate", type=share, default=0.3, help="share of the outputs to come that admission keeps room for"
+    )
+    parser.add_argument("--no-prefix-cache", action="store_true", help="share no prefixes")
+    parser.add_argument("--no-overlap", action="store_true", help="learn each step before the next one is launched")
+    parser.add_argument(
+        "--sessions",
+        default="off",
+        choices=("off", "field", "infer"),
+        help="keep rows between turns: of requests with the same session_id, or also of prompts that continue another",
+    )
+    parser.add_argument("--step-ms", type=above_zero, help="time of a step: requests then arrive by their timestamps")
+    parser.add_argument(
+        "--audit", default="end", choices=("every", "end"), help="audit after every round, or at the end"
+    )
+    parser.add_argument(
+        "--ledger", default="auto", choices=("auto", "cpp", "python"), help="implementation of the ledger"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the simulated acceptance")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
+    parser.add_argument("--report", type=Path, metavar="OUT.html", help="write the picture to this file")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def deployment(args: argparse.Namespace) -> Deployment:
+    """What the options describe; ConfigError says which one to change."""
+    drafts = DEFAULT_DRAFTS[args.spec] if args.draft_tokens is None else args.draft_tokens
+    if not 0 <= args.seed < 2**64:
+        raise InputError(f"seed = {args.seed}: 0 to 2**64 - 1 is allowed")
+    rows = args.max_running if args.sessions == "off" else 2 * args.max_running
+    config = CacheConfig(
+        ModelSpec.load(args.model),
+        PlatformSpec.load(args.platform),
+        SpeculationSpec(args.spec, drafts),
+        c128_page_size=args.c128_page_size,
+        context_len=args.context,
+        request_rows=rows,
+        emulated_kernels=args.c128_page_size % 16 != 0,
+    )
+    if args.hbm_gib is not None:
+        sizes = sizes_for_bytes(config, int(args.hbm_gib * GIB), args.swa_ratio)
+    else:
+        sizes = sizes_for_tokens(config, args.tokens or DEFAULT_TOKENS, args.swa_ratio)
+    policy = Policy(
+        max_running=args.max_running,
+        prefill_chunk=args.prefill_chunk,
+        output_estimate=args.output_estimate,
+        overlap=not args.no_overlap,
+        step_ms=args.step_ms,
+    )
+    acceptance = SimulatedAcceptance(args.seed, args.accept_rate, config.verify_width)
+    return Deployment(config, sizes, acceptance, policy, args.sessions, not args.no_prefix_cache, args.ledger)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the trace; exit status 0 only if the audit is clean and nothing leaked."""
+    console = Console(highlight=False)
+    what = deployment(args)
+    trace = load_trace(args.trace, args.limit)
+    if not trace:
+        raise InputError(f"trace {args.trace}: it holds no request")
+    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=args.quiet) as bar:
+        task = bar.add_task("replay", total=len(trace))
+        outcome = replay(trace, what, args.audit, lambda over: bar.update(task, completed=over))
+    _show(console, args.trace.name, what, outcome)
+    report = as_report(args.trace.name, what, outcome)
+    if args.json is not None:
+        _write_json(args.json, as_json(args.trace.name, what, outcome))
+    if args.report is not None:
+        write_report(report, args.report)
+        console.print(f"report: {args.report}")
+    return 0 if outcome.clean else 1
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _show(console: Console, name: str, what: Deployment, outcome: Outcome) -> None:
+    report = as_report(name, what, outcome)
+    console.print(f"[bold]{report['title']}[/bold]  {report['subtitle']}", soft_wrap=True)
+    for note in report["notes"]:
+        console.print(note, soft_wrap=True)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for justify in ("left", "left", "right", "left"):
+        table.add_column(justify=justify)  # type: ignore[arg-type]
+    for title, numbers in groups(report["numbers"]).items():
+        for index, (label, value, unit) in enumerate(numbers):
+            table.add_row("" if index else f"[bold]{title}[/bold]", label, value, unit)
+    console.print(table)
+    for reason, count in outcome.reasons():
+        console.print(f"refused {count}: {reason}", soft_wrap=True)
+    for problem in outcome.problems:
+        console.print(f"[red]{problem}[/red]", soft_wrap=True)
+    console.print(f"verdict: {report['verdict']['text']}")

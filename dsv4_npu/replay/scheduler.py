@@ -1,0 +1,182 @@
+"""The rounds of a replay: chunked prefill, speculative decode with overlap, relief under pressure.
+
+It serves the requests of a trace on a :class:`~dsv4_npu.alloc.lifecycle.Lifecycle`, as an engine would, except that no
+forward runs: how many drafts a verify accepts is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsv4_npu.alloc.lifecycle import Lifecycle
+from dsv4_npu.alloc.request import Request, State, Step
+from dsv4_npu.errors import CapacityError
+from dsv4_npu.replay.acceptance import SimulatedAcceptance
+from dsv4_npu.replay.intake import Intake, Policy
+from dsv4_npu.replay.jobs import Job
+
+
+class Scheduler(Intake):
+    """Serves ``jobs`` on one life cycle: call :meth:`round` until :attr:`finished`, then :meth:`close`."""
+
+    def __init__(
+        self, life: Lifecycle, jobs: Sequence[Job], acceptance: SimulatedAcceptance, policy: Policy, vocab: int
+    ) -> None:
+        super().__init__(life, jobs, policy, vocab)
+        self.acceptance = acceptance
+        self._outstanding: list[Step] = []
+        self._granule = life.cache.granule if life.cache is not None else life.alloc.spec.page_size
+
+    @property
+    def finished(self) -> bool:
+        """Whether every request was served or refused and nothing is in flight."""
+        return not (self.coming or self._waiting or self.running or self._outstanding)
+
+    def round(self) -> None:
+        """Admit, launch a decode and a prefill, learn the outcome of the round before; without overlap, of both."""
+        self.arrive()
+        self.admit()
+        decode = self._decode()
+        prefill = self._prefill(decode is not None)
+        before, self._outstanding = self._outstanding, [step for step in (decode, prefill) if step is not None]
+        self._learn(before)
+        if not self.policy.overlap:
+            self._settle()
+        self.counters.rounds += 1
+        self.clock += self.policy.step_ms or 0.0
+
+    def close(self) -> None:
+        """End what is left of the sessions and empty the cache: afterwards nothing may be in use."""
+        self._settle()
+        for turn in list(self.kept):
+            self.drop_session(turn)
+        if self.life.cache is not None:
+            self.life.cache.clear()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> Step | None:
+        """Launch a decode of every request that can."""
+        while True:
+            batch = [job.request for job in self.running if job.request and job.request.state is State.DECODE]
+            if not batch:
+                return None
+            try:
+                step = self.life.decode_plan(batch)
+            except CapacityError as error:
+                self._relieve(str(error))
+                continue
+            self.counters.decode_steps += 1
+            self.counters.decode_rows += len(batch)
+            self.counters.verified_rows += len(batch) * self.life.width
+            self._launch(step)
+            return step
+
+    def _prefill(self, decoding: bool) -> Step | None:
+        """Launch the next prefill chunks; without room they wait for the decodes, or the chunks become smaller."""
+        budget = self.policy.prefill_chunk
+        while True:
+            chunks = self._chunks(budget)
+            if not chunks:
+                return None
+            try:
+                step = self.life.extend(chunks)
+            except CapacityError as error:
+                if budget > self._granule:
+                    budget = max(self._granule, budget // 2)
+                elif decoding:
+                    return None
+                else:
+                    self._relieve(str(error))
+                continue
+            self.counters.prefill_steps += 1
+            self.counters.prefill_chunks += len(chunks)
+            self.counters.prefilled_tokens += int((step.ends - step.starts).sum())
+            self._launch(step)
+            return step
+
+    def _chunks(self, budget: int) -> list[tuple[Request, int]]:
+        chunks = []
+        for job in sorted(self.running, key=lambda one: one.trace.index):
+            request = job.request
+            if budget < 1:
+                break
+            if request is None or request.state is not State.PREFILL or request.planned >= len(request):
+                continue
+            end = self.life.chunk_end(request, budget)
+            budget -= end - request.planned
+            chunks.append((request, end))
+        return chunks
+
+    def _launch(self, step: Step) -> None:
+        self.counters.cleared_swa_pages += len(self.alloc.drain_freed_swa())
+        self.counters.table_entries += self.alloc.flush()
+        self.life.launch(step)
+
+    def _settle(self) -> None:
+        """Wait for everything in flight."""
+        before, self._outstanding = self._outstanding, []
+        self._learn(before)
+
+    def _relieve(self, reason: str) -> None:
+        """Make room: learn what is in flight, give up a session, retract the newest request, refuse the last one."""
+        if self._outstanding:
+            self._settle()
+        elif not self.give_up_session():
+            newest = max(self.running, key=lambda job: job.trace.index)
+            assert newest.request is not None
+            if len(self.running) > 1:
+                self.running.remove(newest)
+                self.life.retract(newest.request)
+                self.counters.retracted += 1
+                self.queue(newest)
+                self._closed_door = True
+            else:
+                self.leave(newest)
+                self.life.abort(newest.request)
+                newest.request = None
+                self.refuse(newest, f"cannot make progress alone: {reason}")
+
+    # -- outcomes ------------------------------------------------------------------------------------------------
+
+    def _learn(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            self.life.done(step)
+            tokens = self._accepted(step) if step.kind == "decode" else self._first_tokens(step)
+            for request in self.life.learn(step, tokens):
+                self._ended(self._job_of[request], request)
+
+    def _accepted(self, step: Step) -> dict[Request, list[int]]:
+        lens = self.acceptance.lengths(self._index_of_row[step.rows], self.alloc.state.committed[step.rows]).tolist()
+        histogram, tokens, total = self.counters.accept_histogram, {}, 0
+        for request, length in zip(step.requests, lens, strict=True):
+            if request.reason is not None:
+                continue
+            done = request.num_outputs
+            tokens[request] = self._job_of[request].outputs[done : done + length]
+            histogram[length] = histogram.get(length, 0) + 1
+            total += length
+        self.counters.output_tokens += total
+        return tokens
+
+    def _first_tokens(self, step: Step) -> dict[Request, list[int]]:
+        tokens = {}
+        for request, end in zip(step.requests, step.ends.tolist(), strict=True):
+            if end == len(request):
+                done = request.num_outputs
+                tokens[request] = self._job_of[request].outputs[done : done + 1]
+                self.counters.output_tokens += 1
+        return tokens
+
+    def _ended(self, job: Job, request: Request) -> None:
+        job.over = True
+        self.counters.served += 1
+        self.leave(job)
+        del self._job_of[request]
+        if job.after is not None and not job.after.over:
+            self.life.keep(request)
+            self.kept[job] = None
+            self._turn_ready(job.after)
+        else:
+            self.life.finish(request)
+            job.request = None
