@@ -155,7 +155,7 @@ def _show(console: Console, name: str, what: Deployment, outcome: Outcome) -> No
         console.print(note, soft_wrap=True)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for justify in ("left", "left", "right", "left"):
-        table.add_column(justify=justify)  # type: ignore[arg-type]
+        table.add_column(justify=justify)
     for title, numbers in groups(report["numbers"]).items():
         for index, (label, value, unit) in enumerate(numbers):
             table.add_row("" if index else f"[bold]{title}[/bold]", label, value, unit)

@@ -15,7 +15,7 @@ from dsv4_npu.alloc.prefix_cache import PrefixCache
 from dsv4_npu.alloc.rollback import RollbackRules
 from dsv4_npu.budget import PoolSizes
 from dsv4_npu.config import CacheConfig
-from dsv4_npu.errors import AuditError
+from dsv4_npu.errors import Dsv4NpuError
 from dsv4_npu.replay.acceptance import SimulatedAcceptance
 from dsv4_npu.replay.intake import Policy
 from dsv4_npu.replay.jobs import Sessions, make_jobs
@@ -102,8 +102,8 @@ def replay(
         mean = {name: samples.families.mean_used(name) for name in ("FULL", "SWA", "C128")}
         scheduler.close()
         _audit(allocator, counters)
-    except AuditError as error:
-        problems.append(str(error))
+    except Dsv4NpuError as error:  # a rule was broken: the verdict says which
+        problems.append(f"{type(error).__name__} in round {counters.rounds}: {error}")
         mean = {}
     seconds = time.perf_counter() - begin
     problems += leaks(life)

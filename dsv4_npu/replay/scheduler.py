@@ -25,7 +25,6 @@ class Scheduler(Intake):
         super().__init__(life, jobs, policy, vocab)
         self.acceptance = acceptance
         self._outstanding: list[Step] = []
-        self._granule = life.cache.granule if life.cache is not None else life.alloc.spec.page_size
 
     @property
     def finished(self) -> bool:
@@ -74,7 +73,7 @@ class Scheduler(Intake):
 
     def _prefill(self, decoding: bool) -> Step | None:
         """Launch the next prefill chunks; without room they wait for the decodes, or the chunks become smaller."""
-        budget = self.policy.prefill_chunk
+        budget, page = self.policy.prefill_chunk, self.alloc.spec.page_size
         while True:
             chunks = self._chunks(budget)
             if not chunks:
@@ -82,8 +81,8 @@ class Scheduler(Intake):
             try:
                 step = self.life.extend(chunks)
             except CapacityError as error:
-                if budget > self._granule:
-                    budget = max(self._granule, budget // 2)
+                if budget > page:
+                    budget = max(page, budget // 2)
                 elif decoding:
                     return None
                 else:
