@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace dsv4 {

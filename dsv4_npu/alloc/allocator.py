@@ -47,8 +47,15 @@ class Cleanup:
 def _ids(values: Ids) -> I64:
     array = np.ascontiguousarray(values, dtype=np.int64)
     if array.ndim != 1:
-        raise InputError(f"page ids or slots of shape {array.shape}: one dimension is needed")
+        raise InputError(f"ids of shape {array.shape}: one dimension is needed")
     return array
+
+
+def _pairs(rows: Ids, values: Ids) -> tuple[I64, I64]:
+    listed, numbers = _ids(rows), _ids(values)
+    if len(listed) != len(numbers):
+        raise InputError(f"{len(listed)} rows and {len(numbers)} lengths: one length for each row is needed")
+    return listed, numbers
 
 
 class KVAllocator:
@@ -145,30 +152,31 @@ class KVAllocator:
         """Begin to plan a batch."""
         return Transaction(self.ledger, self.state, self.transactions)
 
-    def decode_step(self, rows: npt.NDArray[np.int64], reserve: int, width: int | None = None) -> OutCacheLoc:
+    def decode_step(self, rows: Ids, reserve: int, width: int | None = None) -> OutCacheLoc:
         """Plan, reserve and commit one decode of a batch in one call, all rows or none.
 
         Each row gets ``max(allocated, ceil_page(committed + reserve))`` positions. Returns the slots of the next
         ``width`` positions of each row, ``[committed, committed + width)`` (``spec.verify_width`` by default):
         what a verify writes. Row 0 is padding: its slots are 0.
         """
-        return OutCacheLoc(*self.ledger.decode_step(rows, reserve, self.spec.verify_width if width is None else width))
+        wanted = self.spec.verify_width if width is None else width
+        return OutCacheLoc(*self.ledger.decode_step(_ids(rows), reserve, wanted))
 
     def commit(self, row: int, length: int) -> None:
         """Set the committed length of a row: forwards only, at most allocated."""
         self.ledger.commit(np.array([row], np.int64), np.array([length], np.int64))
 
-    def commit_batch(self, rows: npt.NDArray[np.int64], lens: npt.NDArray[np.int64]) -> None:
+    def commit_batch(self, rows: Ids, lens: Ids) -> None:
         """Set the committed lengths of a batch, all or none; row 0 is ignored."""
-        self.ledger.commit(rows, lens)
+        self.ledger.commit(*_pairs(rows, lens))
 
     def slots(self, row: int, start: int, stop: int) -> OutCacheLoc:
         """Slots of positions ``[start, stop)`` of a row; a hole raises OwnershipError, never slot of the dummy."""
         return OutCacheLoc(*self.ledger.slots(row, start, stop))
 
-    def window(self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], width: int) -> OutCacheLoc:
-        """Slots of ``[start, start + width)`` of each row of a batch."""
-        return OutCacheLoc(*self.ledger.window(rows, starts, width))
+    def window(self, rows: Ids, starts: Ids, width: int) -> OutCacheLoc:
+        """Slots of ``[start, start + width)`` of each row of a batch; row 0 is padding: its slots are 0."""
+        return OutCacheLoc(*self.ledger.window(*_pairs(rows, starts), width))
 
     def row_pages(self, row: int, length: int) -> RowPages:
         """Pages of the first ``length`` committed tokens of a row, to be sent elsewhere; a hole raises."""

@@ -67,6 +67,8 @@ class Transaction:
         self._check_running()
         if self._taken is not None:
             raise InputError("the transaction has reserved its pages: nothing more can be planned in it")
+        if rows.ndim != 1 or rows.shape != new_lens.shape:
+            raise InputError(f"rows {rows.shape} and lengths {new_lens.shape}: one dimension and one length are needed")
         listed = rows.tolist()
         if len(set(listed)) < len(listed) or not self._planned.isdisjoint(listed):
             raise InputError(f"rows {listed}: a transaction plans a row once")

@@ -119,6 +119,30 @@ def test_decode_length_of_any_batch(backend: str, lengths: list[tuple[int, int]]
     alloc.audit()
 
 
+def test_a_batch_may_name_rows_twice_and_the_padding_row(backend: str) -> None:
+    alloc = make(backend)
+    row = alloc.open("r")
+    extend(alloc, row, 127)
+    out = alloc.decode_step([row, 0, row], 8, 2)
+    assert out.out_full[:2].tolist() == out.out_full[4:].tolist()
+    assert out.out_full[2:4].tolist() == out.out_swa[2:4].tolist() == [0, 0]
+    assert used(alloc)["FULL"] == 2
+    alloc.audit()
+
+
+def test_batches_of_unequal_length_are_refused(backend: str) -> None:
+    alloc = make(backend)
+    row = alloc.open("r")
+    with pytest.raises(InputError, match="2 rows and 1 lengths"):
+        alloc.commit_batch([row, 0], [1])
+    with pytest.raises(InputError, match="1 rows and 0 lengths"):
+        alloc.window([row], [], 4)
+    with pytest.raises(InputError, match="one dimension"):
+        alloc.decode_step(np.array([[row]]), 8, 2)
+    with alloc.transaction() as tx, pytest.raises(InputError, match="one length"):
+        tx.extend_batch(np.array([row]), np.array([1, 2]))
+
+
 def test_a_thousand_rejected_rounds(backend: str) -> None:
     alloc = make(backend, swa_pages=6)
     row = alloc.open("r")
