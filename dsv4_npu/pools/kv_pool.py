@@ -7,6 +7,7 @@ import torch
 from dsv4_npu import addressing
 from dsv4_npu.budget import PoolSizes
 from dsv4_npu.config import CacheConfig
+from dsv4_npu.errors import ConfigError
 from dsv4_npu.pools.formats import indexer_format, kv_format
 from dsv4_npu.pools.slab import RowSlab, StateSlab
 
@@ -23,6 +24,9 @@ class DSV4Pools:
         c128: ``[C128 layers, C128 pages + 1, c128_page_size, 1, row]``.
         c4_state, index_state: ``[C4 layers, rows, 4 · D]``, banks owned by SWA pages (A2/A3) or requests (A5).
         c128_state: ``[C128 layers, rows, 2 · D]``, banks owned by requests.
+
+    Raises:
+        ConfigError: sizes with fewer request rows than the configuration gives out, or another dtype of states.
     """
 
     def __init__(
@@ -34,6 +38,13 @@ class DSV4Pools:
         state_dtype: torch.dtype = torch.float32,
         draft_stages: bool = False,
     ) -> None:
+        if sizes.request_rows < config.request_rows:
+            raise ConfigError(
+                f"request_rows = {sizes.request_rows} in the pool sizes; at least {config.request_rows} are needed: "
+                "each request row of the configuration owns a bank of states"
+            )
+        if state_dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"state_dtype = {state_dtype}; torch.float32 or torch.float64 is needed")
         model = config.model
         assert config.kv_row is not None
         assert config.indexer_row is not None

@@ -16,7 +16,7 @@ from dsv4_npu.budget import PoolSizes
 from dsv4_npu.compressor import CompressorWeights, compress_batch
 from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
 from dsv4_npu.emulation.forward import Tables, plan_batch
-from dsv4_npu.errors import InputError
+from dsv4_npu.errors import ConfigError, InputError
 from dsv4_npu.pools import DSV4Pools, RowSlab, StateSlab, indexer_format, kv_format
 
 torch.set_num_threads(1)
@@ -25,7 +25,7 @@ CHAIN, NONE = SpeculationSpec("chain", 3), SpeculationSpec()
 
 
 def config(model: str = "v4_flash", platform: str = "a3", spec: SpeculationSpec = CHAIN, **rest: Any) -> CacheConfig:
-    return CacheConfig(ModelSpec.load(model), PlatformSpec.load(platform), spec, **rest)
+    return CacheConfig(ModelSpec.load(model), PlatformSpec.load(platform), spec, **{"request_rows": 3, **rest})
 
 
 def meta_pools(setting: CacheConfig, sizes: PoolSizes = SIZES, **rest: Any) -> DSV4Pools:
@@ -108,9 +108,22 @@ def test_every_slab_is_one_contiguous_tensor_with_a_leading_layer_axis() -> None
 
 def test_a_model_without_compression_has_empty_slabs() -> None:
     data = {**ModelSpec.load("tiny").raw, "num_hidden_layers": 2, "compress_ratios": [0, 0]}
-    pools = DSV4Pools(CacheConfig(ModelSpec.from_dict(data), PlatformSpec.load("a3"), CHAIN), SIZES)
+    setting = CacheConfig(ModelSpec.from_dict(data), PlatformSpec.load("a3"), CHAIN, request_rows=3)
+    pools = DSV4Pools(setting, SIZES)
     assert pools.c4.nbytes == pools.index.nbytes == pools.c128.nbytes == pools.c4_state.nbytes == 0
     assert pools.usage_bytes() == pools.swa.nbytes
+
+
+def test_fewer_banks_than_request_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"request_rows = 3 in the pool sizes; at least 4"):
+        meta_pools(config(request_rows=4))
+    assert meta_pools(config(request_rows=2)).c128_state.banks == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32], ids=str)
+def test_states_are_float32_or_float64(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=f"state_dtype = {dtype}"):
+        meta_pools(config(), state_dtype=dtype)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -187,7 +200,7 @@ def test_bytes_of_states(
 
 
 def test_pools_of_a_million_tokens_count_without_memory() -> None:
-    setting = config("v4_pro", "a5", context_len=2**20)
+    setting = config("v4_pro", "a5", context_len=2**20, request_rows=8)
     sizes = PoolSizes(full_pages=2**13, swa_pages=820, c128_pages=2**9 + 8, request_rows=8)
     pools = meta_pools(setting, sizes)
     kv = pools.c4.nbytes + pools.index.nbytes + pools.c128.nbytes
@@ -288,9 +301,7 @@ class Scene:
     """Pools full of a sentinel, one request of ``prefix`` tokens on row 1 and a bystander on row 2."""
 
     def __init__(self, platform: str, prefix: int) -> None:
-        setting = config(
-            "tiny", platform, c128_page_size=1, emulated_kernels=True, kv_row="fp64", indexer_row="fp64", request_rows=3
-        )
+        setting = config("tiny", platform, c128_page_size=1, emulated_kernels=True, kv_row="fp64", indexer_row="fp64")
         sizes = PoolSizes(full_pages=12, swa_pages=12, c128_pages=12, request_rows=3)
         self.pools = DSV4Pools(setting, sizes, state_dtype=torch.float64)
         self.alloc = KVAllocator(AllocSpec.of(setting, sizes))
