@@ -13,17 +13,7 @@ from dsv4_npu.alloc.audit import find_violations
 from dsv4_npu.alloc.state import C128, FULL, HELD, N_FREE, OUTSIDE, ROW, SWA, LedgerState
 from dsv4_npu.errors import AuditError
 
-PAGE = 128
-
-
-class Shelf:
-    def __init__(self) -> None:
-        self.full: list[int] = []
-        self.swa: list[int] = []
-        self.c128: list[int] = []
-
-    def held_pages(self) -> tuple[list[int], list[int], list[int]]:
-        return self.full, self.swa, self.c128
+from .helpers import PAGE, Shelf
 
 
 def scene(backend: str = "python", owner: str = "swa_page") -> tuple[KVAllocator, Shelf]:
