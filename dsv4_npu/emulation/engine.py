@@ -1,4 +1,8 @@
-"""The engine loop: admit, prefill in chunks, then rounds of draft, verify, accept, commit, clear and evict."""
+"""The engine loop: admit, prefill in chunks, then rounds of draft, verify, accept, commit, clear and evict.
+
+Ownership and lengths are the life cycle's (:mod:`dsv4_npu.alloc.lifecycle`); this loop computes, and tells it what came
+out.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +14,69 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dsv4_npu import ops
-from dsv4_npu.alloc import AllocSpec, Cleanup, KVAllocator
+from dsv4_npu.alloc import AllocSpec, KVAllocator
+from dsv4_npu.alloc.lifecycle import Lifecycle
+from dsv4_npu.alloc.prefix_cache import PrefixCache
+from dsv4_npu.alloc.request import Request, State, Step
+from dsv4_npu.alloc.rollback import RollbackRules
 from dsv4_npu.budget import PoolSizes
 from dsv4_npu.config import CacheConfig
 from dsv4_npu.emulation.cache import PooledModel
 from dsv4_npu.emulation.drafters import Drafter, Drafts
 from dsv4_npu.emulation.forward import Tables, plan_batch
-from dsv4_npu.errors import InputError
+from dsv4_npu.emulation.states import StateKeeper
+from dsv4_npu.errors import CapacityError, InputError
 from dsv4_npu.pools import DSV4Pools
 from dsv4_npu.spec import VerifyResult, accept_greedy, accept_rejection, accepted_rows, accepted_tokens, plan_commit
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestRun:
-    """One request: what was asked, what came out, how the rounds went.
+    """One request, or one session: what was asked, what came out, how the rounds went.
 
-    ``logits``: the target's logits behind each output token, for comparison with the oracle.
+    Attributes:
+        rid: number in the order of submission.
+        prompt: tokens given by the user in this turn, after the history of earlier turns.
+        outputs: tokens produced in this turn.
+        logits: the target's logits behind each output.
+        accepts: rows accepted -> verify rounds.
+        cached: leading tokens found in the prefix cache at the last admission.
+        finish: "stop", "length" or "abort" once the turn is over.
+        session: whether the row is kept for another turn.
+        life: the request in the life cycle, from the first admission on.
     """
 
     rid: int
     prompt: list[int]
     max_new: int
-    row: int = 0
-    prefilled: int = 0
-    cached: int = 0
+    session: bool = False
     outputs: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     accepts: Counter[int] = field(default_factory=Counter)
+    cached: int = 0
     finish: str = ""
+    life: Request | None = None
 
     @property
-    def history(self) -> list[int]:
-        """Prompt and outputs; the last token has no KV yet while the request runs."""
-        return self.prompt + self.outputs
+    def request(self) -> Request:
+        """The admitted request."""
+        assert self.life is not None
+        return self.life
+
+    @property
+    def row(self) -> int:
+        """The request row, 0 without one."""
+        return self.life.row if self.life else 0
 
     @property
     def rounds(self) -> int:
         """Verify rounds so far."""
         return sum(self.accepts.values())
+
+    @property
+    def retractions(self) -> int:
+        """How often the request gave its memory back to start again."""
+        return self.life.retractions if self.life else 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,7 @@ class EngineOptions:
         accept: "greedy" or "rejection" (which draws with ``temperature``).
         temperature: 0 makes the target's distribution one-hot.
         clear: run the clear of rejected C128 rows.
+        prefix_cache: keep complete prefixes of finished requests for later ones.
         early_exit_layers: layers that the early-exit drafter runs; None: all but the last.
         stop: token ids that end a request.
     """
@@ -79,6 +108,7 @@ class EngineOptions:
     accept: Literal["greedy", "rejection"] = "greedy"
     temperature: float = 0.0
     clear: bool = True
+    prefix_cache: bool = True
     early_exit_layers: int | None = None
     stop: tuple[int, ...] = ()
     seed: int = 0
@@ -104,40 +134,80 @@ class Engine:
         options: EngineOptions = EngineOptions(),
         on_round: Callable[[Engine], None] | None = None,
     ) -> None:
-        if config.speculation.speculative and config.verify_width > 1 and drafter is None:
+        if config.verify_width > 1 and drafter is None:
             raise InputError(f"drafter = None with {config.speculation.kind} speculation; a drafter is needed")
         self.config, self.options, self.drafter, self.on_round = config, options, drafter, on_round
         self.pools = DSV4Pools(config, sizes, state_dtype=torch.float64)
         self.alloc = KVAllocator(AllocSpec.of(config, sizes))
-        self.pooled = PooledModel(model, self.pools)
-        self.tables = Tables(
-            self.alloc.mirrors.block_table, self.alloc.mirrors.full_to_swa, self.alloc.mirrors.c128_table
+        self.states = StateKeeper(self.pools, self.alloc)
+        cache = PrefixCache(self.alloc, capture=self.states.capture) if options.prefix_cache else None
+        rules = RollbackRules.of(self.alloc.spec, speculative=config.speculation.speculative)
+        self.life = Lifecycle(
+            self.alloc, cache, rules=rules, reserve=config.reserve, on_clear=self.states.clear_released
         )
+        self.pooled = PooledModel(model, self.pools)
+        mirrors = self.alloc.mirrors
+        self.tables = Tables(mirrors.block_table, mirrors.full_to_swa, mirrors.c128_table)
         self.coins = torch.Generator().manual_seed(options.seed)
         self.waiting: deque[RequestRun] = deque()
         self.running: list[RequestRun] = []
         self.finished: list[RequestRun] = []
         self.rounds = 0
         self.last_round: RoundRecord | None = None
+        self._submitted = 0
 
-    def submit(self, prompt: Sequence[int], max_new: int) -> RequestRun:
+    def submit(self, prompt: Sequence[int], max_new: int, session: bool = False) -> RequestRun:
         """Queue a request; refuses (before anything changes) what can never fit."""
-        vocab = self.config.model.vocab_size
-        if not prompt:
-            raise InputError("prompt is empty; at least one token is needed")
-        bad = [t for t in prompt if not 0 <= t < vocab]
-        if bad:
-            raise InputError(f"prompt holds token {bad[0]}; 0 to {vocab - 1} are this model's tokens")
-        if max_new < 1:
-            raise InputError(f"max_new = {max_new}; at least 1 is needed")
-        if len(prompt) + max_new > self.config.context_len:
-            raise InputError(
-                f"prompt of {len(prompt)} and max_new = {max_new} exceed context_len = {self.config.context_len}"
-            )
-        self.alloc.admit_check(len(prompt) + max_new + self.config.reserve)
-        request = RequestRun(len(self.waiting) + len(self.running) + len(self.finished), list(prompt), max_new)
-        self.waiting.append(request)
-        return request
+        self._check_tokens(prompt, max_new)
+        self._check_context(len(prompt), max_new)
+        run = RequestRun(self._submitted, list(prompt), max_new, session)
+        self._submitted += 1
+        self.waiting.append(run)
+        return run
+
+    def resume(self, run: RequestRun, more: Sequence[int], max_new: int, keep: int | None = None) -> None:
+        """Begin the next turn of a session; ``more`` follows the first ``keep`` tokens of its history."""
+        self._check_tokens(more, max_new)
+        request = run.request
+        kept = len(request) if keep is None else keep
+        self._check_context(kept + len(more), max_new)
+        self.life.resume(request, more, max_new, keep=keep)
+        run.prompt = request.tokens.tolist()
+        run.max_new, run.finish = max_new, ""
+        run.outputs, run.logits, run.accepts = [], [], Counter()
+        self._place(run)
+
+    def rewind(self, run: RequestRun, length: int) -> int:
+        """Cut a running request to its first ``length`` tokens; returns the position that it continues from."""
+        position = self.life.rewind(run.request, length)
+        kept = max(0, length - len(run.prompt))
+        run.outputs, run.logits = run.outputs[:kept], run.logits[:kept]
+        if length < len(run.prompt):
+            run.prompt = run.prompt[:length]
+        if run in self.running:
+            self.running.remove(run)
+        self._place(run)
+        return position
+
+    def retract(self, run: RequestRun) -> None:
+        """Take a running request's memory away; it waits, and computes its history again."""
+        self.life.retract(run.request)
+        self.running.remove(run)
+        self.waiting.appendleft(run)
+
+    def abort(self, run: RequestRun) -> None:
+        """End a request wherever it is; nothing of it is kept."""
+        if run.life is not None:
+            self.life.abort(run.life)
+        for place in (self.running, self.waiting):
+            if run in place:
+                place.remove(run)
+        run.finish = "abort"
+        self.finished.append(run)
+
+    def end_session(self, run: RequestRun) -> None:
+        """Release what a kept session holds."""
+        self.life.finish(run.request)
 
     def run(self) -> list[RequestRun]:
         """Run until every request is done; they come back in the order they were submitted."""
@@ -150,49 +220,99 @@ class Engine:
         self._admit()
         if not self.running:
             return False
-        fresh = [r for r in self.running if r.prefilled < len(r.prompt)]
+        fresh = [r for r in self.running if r.request.state is State.PREFILL]
         if fresh:
             self._prefill(fresh)
         else:
-            self._verify_round(list(self.running))
+            self._verify_round()
         return True
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < min(self.options.batch, self.config.request_rows):
-            request = self.waiting.popleft()
-            request.row = self.alloc.open(request.rid)
-            self.running.append(request)
+    def _check_tokens(self, tokens: Sequence[int], max_new: int) -> None:
+        vocab = self.config.model.vocab_size
+        if not tokens:
+            raise InputError("prompt is empty; at least one token is needed")
+        bad = [t for t in tokens if not 0 <= t < vocab]
+        if bad:
+            raise InputError(f"prompt holds token {bad[0]}; 0 to {vocab - 1} are this model's tokens")
+        if max_new < 1:
+            raise InputError(f"max_new = {max_new}; at least 1 is needed")
 
-    def _forward(
-        self, requests: Sequence[RequestRun], tokens: torch.Tensor, starts: Sequence[int], lengths: Sequence[int]
-    ) -> torch.Tensor:
-        self._clear_freed_banks()
+    def _check_context(self, length: int, max_new: int) -> None:
+        if length + max_new > self.config.context_len:
+            raise InputError(
+                f"history of {length} and max_new = {max_new} exceed context_len = {self.config.context_len}"
+            )
+        self.life.check(length, max_new)
+
+    def _place(self, run: RequestRun) -> None:
+        """Running if it has a row, else waiting for one."""
+        if run in self.finished:
+            self.finished.remove(run)
+        if run.request.state is State.QUEUED:
+            self.waiting.appendleft(run)
+        else:
+            run.cached = run.request.cached
+            self.running.append(run)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.options.batch:
+            run = self.waiting[0]
+            try:
+                if run.life is None:
+                    run.life = self.life.admit(run.rid, run.prompt, run.max_new, self.options.stop)
+                else:
+                    self.life.readmit(run.life)
+            except CapacityError:
+                if not self.running:
+                    raise
+                return
+            self._place(self.waiting.popleft())
+
+    def _with_room(self, runs: list[RequestRun], plan: Callable[[list[RequestRun]], Step]) -> Step:
+        """Plan a step, retracting the youngest requests while the pages do not suffice."""
+        while True:
+            try:
+                return plan(runs)
+            except CapacityError:
+                if len(self.running) == 1:
+                    raise
+                victim = max(self.running, key=lambda r: r.rid)
+                self.retract(victim)
+                if victim in runs:
+                    runs.remove(victim)
+                if not runs:
+                    raise
+
+    def _forward(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
+        live = len(step.requests)
+        rows, starts, ends = step.rows[:live].tolist(), step.starts.tolist(), step.ends.tolist()
+        self.states.before_forward(step.requests)
         self.alloc.flush()
-        epoch = self.alloc.launch()
-        plan = plan_batch(self.pools, self.tables, [r.row for r in requests], starts, lengths)
+        self.life.launch(step)
+        lengths = [e - s for s, e in zip(starts, ends, strict=True)]
+        plan = plan_batch(self.pools, self.tables, rows, starts, lengths)
         logits = self.pooled.forward(tokens, plan)
-        self.alloc.done(epoch)
+        self.life.done(step)
         return logits
 
-    def _prefill(self, requests: list[RequestRun]) -> None:
-        starts = [r.prefilled for r in requests]
-        ends = [min(s + self.options.chunk, len(r.prompt)) for s, r in zip(starts, requests, strict=True)]
-        lengths = [e - s for s, e in zip(starts, ends, strict=True)]
-        with self.alloc.transaction() as tx:
-            for request, end in zip(requests, ends, strict=True):
-                tx.extend(request.row, end)
-            tx.commit(slots=False)
-        tokens = torch.zeros((len(requests), max(lengths)), dtype=torch.int64)
-        for b, (request, start, end) in enumerate(zip(requests, starts, ends, strict=True)):
-            tokens[b, : end - start] = torch.tensor(request.prompt[start:end])
-        logits = self._forward(requests, tokens, starts, lengths)
-        for b, (request, end) in enumerate(zip(requests, ends, strict=True)):
-            request.prefilled = end
-            self.alloc.commit(request.row, end)
-            self.alloc.evict_window(request.row)
-            if end == len(request.prompt):
-                last = logits[b, lengths[b] - 1]
-                self._append(request, [self._first_token(last)], [last])
+    def _prefill(self, runs: list[RequestRun]) -> None:
+        def extend(chosen: list[RequestRun]) -> Step:
+            chunk = self.options.chunk
+            return self.life.extend([(r.request, self.life.chunk_end(r.request, chunk)) for r in chosen])
+
+        step = self._with_room(runs, extend)
+        starts, ends = step.starts.tolist(), step.ends.tolist()
+        tokens = torch.zeros((len(runs), max(e - s for s, e in zip(starts, ends, strict=True))), dtype=torch.int64)
+        for b, (run, start, end) in enumerate(zip(runs, starts, ends, strict=True)):
+            tokens[b, : end - start] = torch.from_numpy(run.request.tokens[start:end].astype(np.int64))
+        logits = self._forward(step, tokens)
+        whole = [b for b, run in enumerate(runs) if ends[b] == len(run.request)]
+        last = {b: logits[b, ends[b] - starts[b] - 1] for b in whole}
+        self._learn(
+            step,
+            {runs[b]: [self._first_token(row)] for b, row in last.items()},
+            {runs[b]: [row] for b, row in last.items()},
+        )
 
     def _first_token(self, logits: torch.Tensor) -> int:
         if self.options.accept == "greedy" or self.options.temperature == 0:
@@ -200,45 +320,43 @@ class Engine:
         probs = (logits / self.options.temperature).softmax(-1)
         return int(torch.multinomial(probs, 1, generator=self.coins))
 
-    def _verify_round(self, requests: list[RequestRun]) -> None:
-        width = self.config.verify_width
-        rows = np.array([r.row for r in requests], np.int64)
-        window = self.alloc.decode_step(rows, self.config.reserve)
-        seq_lens = self.alloc.state.committed[rows].astype(np.int64)
-        drafts = self._draft(requests, seq_lens)
-        roots = torch.tensor([[r.outputs[-1]] for r in requests])
+    def _verify_round(self) -> None:
+        runs = list(self.running)
+        step = self._with_room(runs, lambda chosen: self.life.decode_plan([r.request for r in chosen]))
+        width, rows, seq_lens = self.config.verify_width, step.rows, step.starts.copy()
+        drafts = self._draft(runs, rows, seq_lens)
+        roots = torch.tensor([[int(r.request.tokens[-1])] for r in runs])
         candidates = torch.cat((roots, drafts.tokens), dim=1)
-        logits = self._forward(requests, candidates, seq_lens.tolist(), [width] * len(requests))
+        logits = self._forward(step, candidates)
         result = self._accept(candidates, logits, drafts)
         accepted = accepted_rows(result)
-        commit = plan_commit(window.out_full.reshape(len(requests), width), seq_lens, accepted)
+        commit = plan_commit(step.loc.out_full.reshape(len(runs), width), seq_lens, accepted)
         assert commit.moves[0].size == 0, "a chain's accepted prefix is in place"
-        self.alloc.commit_batch(rows, commit.new_lens)
-        self._clear_rejected(rows, seq_lens, result)
+        if self.options.clear and width > 1:
+            self.states.clear_rejected(rows, seq_lens, result.accept_lens, width)
         self.last_round = RoundRecord(rows.tolist(), seq_lens.tolist(), [len(at) for at in accepted])
         flat = logits.flatten(0, 1)
-        for request, tokens, at in zip(requests, accepted_tokens(result), accepted, strict=True):
-            request.accepts[len(at)] += 1
-            self.alloc.evict_window(request.row)
-            self._append(request, tokens, list(flat[at]))
+        for run, at in zip(runs, accepted, strict=True):
+            run.accepts[len(at)] += 1
+        tokens = dict(zip(runs, accepted_tokens(result), strict=True))
+        self._learn(step, tokens, {run: list(flat[at]) for run, at in zip(runs, accepted, strict=True)})
         self.rounds += 1
         if self.on_round:
             self.on_round(self)
 
-    def _draft(self, requests: list[RequestRun], seq_lens: np.ndarray[Any, Any]) -> Drafts:
+    def _draft(self, runs: list[RequestRun], rows: np.ndarray[Any, Any], seq_lens: np.ndarray[Any, Any]) -> Drafts:
         count = self.config.verify_width - 1
         if not count or self.drafter is None:
-            return Drafts(torch.zeros((len(requests), 0), dtype=torch.int64))
-
+            return Drafts(torch.zeros((len(runs), 0), dtype=torch.int64))
         layers = self.options.early_exit_layers or max(self.config.model.num_layers - 1, 1)
 
         def step(tokens: torch.Tensor, offset: int) -> torch.Tensor:
+            self.states.before_forward([])
             self.alloc.flush()
-            starts = (seq_lens + offset).tolist()
-            plan = plan_batch(self.pools, self.tables, [r.row for r in requests], starts, [1] * len(requests))
+            plan = plan_batch(self.pools, self.tables, rows.tolist(), (seq_lens + offset).tolist(), [1] * len(runs))
             return self.pooled.forward(tokens[:, None], plan, layers)[:, 0]
 
-        return self.drafter.propose([r.history for r in requests], count, step)
+        return self.drafter.propose([r.request.tokens.tolist() for r in runs], count, step)
 
     def _accept(self, candidates: torch.Tensor, logits: torch.Tensor, drafts: Drafts) -> VerifyResult:
         if self.options.accept == "greedy":
@@ -256,52 +374,20 @@ class Engine:
         final = torch.rand(batch, generator=self.coins)
         return accept_rejection(candidates, target.float(), draft.float(), coins, final)
 
-    def _clear_rejected(self, rows: np.ndarray[Any, Any], seq_lens: np.ndarray[Any, Any], result: VerifyResult) -> None:
-        state = self.pools.c128_state
-        if not (self.options.clear and state.layers and self.config.verify_width > 1):
-            return
-        ops.clear_c128_draft_states_(
-            state.data,
-            torch.from_numpy(rows),
-            torch.from_numpy(seq_lens),
-            result.accept_lens,
-            state.ring,
-            self.config.verify_width,
-        )
-
-    def _append(self, request: RequestRun, tokens: list[int], logits: list[torch.Tensor]) -> None:
-        """Append accepted tokens; a stop token inside the run wins over the length cap, what follows is dropped."""
-        for token, row in zip(tokens, logits, strict=True):
-            request.outputs.append(token)
-            request.logits.append(row)
-            if token in self.options.stop:
-                return self._finish(request, "stop")
-            if len(request.outputs) == request.max_new:
-                return self._finish(request, "length")
-        return None
-
-    def _finish(self, request: RequestRun, reason: str) -> None:
-        request.finish = reason
-        self.running.remove(request)
-        self.finished.append(request)
-        self._clear_state(self.alloc.close(request.row, request.rid))
-
-    def _clear_state(self, cleanup: Cleanup) -> None:
-        """Empty the banks that the request owned before its row can be given out again."""
-        row = torch.tensor([cleanup.row])
-        owned = [self.pools.c128_state]
-        if cleanup.c4_request_bank:
-            owned += [self.pools.c4_state, self.pools.index_state]
-        for state in owned:
-            if state.layers:
-                ops.clear_request_states_(state.data, row, state.ring)
-
-    def _clear_freed_banks(self) -> None:
-        """Where SWA pages own C4 states, empty the banks of pages that were freed since the last forward."""
-        pages = self.alloc.drain_freed_swa()
-        if not len(pages) or not self.pools.c4_state_by_page:
-            return
-        banks = torch.from_numpy(np.unique(pages).astype(np.int64))
-        for state in (self.pools.c4_state, self.pools.index_state):
-            if state.layers:
-                ops.clear_request_states_(state.data, banks, state.ring)
+    def _learn(
+        self, step: Step, tokens: dict[RequestRun, list[int]], logits: dict[RequestRun, list[torch.Tensor]]
+    ) -> None:
+        """Tell the life cycle what came out; what it takes is the output, the rest of a run is dropped."""
+        ended = self.life.learn(step, {run.request: run_tokens for run, run_tokens in tokens.items()})
+        for run in tokens:
+            new = run.request.outputs[len(run.outputs) :]
+            run.logits += logits[run][: len(new)]
+            run.outputs += new
+        for run in [r for r in self.running if r.request in ended]:
+            run.finish = run.request.reason or ""
+            self.running.remove(run)
+            self.finished.append(run)
+            if run.session:
+                self.life.keep(run.request)
+            else:
+                self.life.finish(run.request)

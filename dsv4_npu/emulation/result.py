@@ -129,7 +129,9 @@ def family_usage(engine: Engine) -> list[FamilyUsage]:
 
 
 def leaks(engine: Engine) -> list[str]:
-    """Families that still hold pages or rows after everything was released."""
+    """Families that still hold pages or rows after everything, the prefix cache too, was released."""
+    if engine.life.cache is not None:
+        engine.life.cache.clear()
     return [f"{name}: {used} of {total}" for name, (used, _, total) in engine.alloc.usage().items() if used]
 
 

@@ -32,6 +32,7 @@ class Setting:
     swa_ratio: float = 1.0
     context: int = 640
     clear: bool = True
+    prefix_cache: bool = True
     poison: bool = True
 
 
@@ -88,6 +89,7 @@ class Bench:
             chunk=setting.chunk,
             accept=setting.accept,  # type: ignore[arg-type]
             clear=setting.clear,
+            prefix_cache=setting.prefix_cache,
         )
         engine = Engine(
             self.model, config, sizes, make_drafter(drafter) if isinstance(drafter, str) else drafter, options, on_round
@@ -113,6 +115,8 @@ class Bench:
         for request in requests:
             self.check(request)
         engine.alloc.audit()
+        if engine.life.cache is not None:
+            engine.life.cache.clear()
         assert not any(used for used, _, _ in engine.alloc.usage().values()), engine.alloc.usage()
         return engine
 

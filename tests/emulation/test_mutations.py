@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dsv4_npu import addressing
+from dsv4_npu.alloc import KVAllocator
 from dsv4_npu.compressor import plan as ring_plan
 from dsv4_npu.compressor import reference
-from dsv4_npu.emulation import engine as engine_module
 from dsv4_npu.emulation import forward
+from dsv4_npu.emulation import states as states_module
 from dsv4_npu.emulation.engine import Engine
 from dsv4_npu.errors import Dsv4NpuError
 from tests.emulation.harness import Bench, Setting, always, varied
@@ -111,14 +113,12 @@ def test_reads_after_writes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_commit_of_one_row_too_many(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine_module.plan_commit
+    real = KVAllocator.commit_batch
 
-    def longer(window: Any, lens: Any, rows: Any) -> Any:
-        plan = real(window, lens, rows)
-        object.__setattr__(plan, "new_lens", plan.new_lens + 1)
-        return plan
+    def longer(self: KVAllocator, rows: Any, lens: Any) -> None:
+        real(self, rows, np.minimum(lens + 1, self.state.allocated[rows]))
 
-    monkeypatch.setattr(engine_module, "plan_commit", longer)
+    monkeypatch.setattr(KVAllocator, "commit_batch", longer)
     assert mutated(bench)
 
 
@@ -132,8 +132,8 @@ def test_window_eviction_by_the_speculative_end(bench: Bench, monkeypatch: pytes
 
     real = Engine._verify_round
 
-    def round_then_evict(self: Engine, requests: Any) -> None:
-        real(self, requests)
+    def round_then_evict(self: Engine) -> None:
+        real(self)
         for request in self.running:
             early(self, request.row)
 
@@ -170,11 +170,11 @@ def test_without_the_clear_rejected_rows_stay(bench: Bench) -> None:
 
 
 def test_a_clear_that_starts_one_row_early_takes_an_accepted_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine_module.ops.clear_c128_draft_states_
+    real = states_module.ops.clear_c128_draft_states_
 
     def early(state: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, accept: torch.Tensor, *rest: int) -> None:
         real(state, rows, lens, (accept - 1).clamp_min(1), *rest)
 
-    monkeypatch.setattr(engine_module.ops, "clear_c128_draft_states_", early)
+    monkeypatch.setattr(states_module.ops, "clear_c128_draft_states_", early)
     with pytest.raises(AssertionError, match="offset"):
         bench.run(Setting(width=6), LENGTHS, bench.scripted(always(2)), on_round=rejected_rows_are_empty)
