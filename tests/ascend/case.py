@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,17 @@ class Case:
     execute: bool = True
     programs: int = 40
     agree: Callable[[Outputs, Outputs], str | None] | None = None
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Within it torch.empty leaves memory alone, so that a huge tensor costs only the pages that are used."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 def equal(actual: Outputs, expected: Outputs) -> str | None:

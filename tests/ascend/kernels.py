@@ -68,3 +68,30 @@ def turn_rows(x, y, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.load(y + i).to(tl.int32)
     place = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(x + place, tl.load(x + i[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]))
+
+
+@triton.jit
+def add(x, y, z, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(z + i, tl.load(x + i, mask=i < n, other=0.0) + tl.load(y + i, mask=i < n, other=0.0), mask=i < n)
+
+
+@triton.jit
+def swap(x, y, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    for _ in range(tl.program_id(0), 1, tl.num_programs(0)):
+        low = tl.load(x + i)
+        high = tl.load(x + n + i)
+        tl.store(y + n + i, low)
+        tl.store(y + i, high)
+
+
+@triton.jit
+def swap_ordered(x, y, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    for _ in range(tl.program_id(0), 1, tl.num_programs(0)):
+        low = tl.load(x + i)
+        high = tl.load(x + n + i)
+        tl.debug_barrier()
+        tl.store(y + n + i, low)
+        tl.store(y + i, high)

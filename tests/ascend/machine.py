@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,6 +67,12 @@ class Specialization:
             self.linalg[front_end] = lower(self.source, target, self.options)
         return self.linalg[front_end]
 
+    def written(self) -> set[str]:
+        """The pointer arguments that the kernel writes, by the front end's own marks (1: output, 2: both)."""
+        pointers = [name for name, kind in self.types.items() if kind.startswith("*")]
+        marks = re.findall(r"%arg\d+: memref<[^>]*>( \{[^}]*\})?", self.ir(TARGETS[0]).split(") attributes")[0])[2:]
+        return {name for name, mark in zip(pointers, marks, strict=True) if re.search(r"tensor_kind = [12]", mark)}
+
     def element_loops(self) -> int:
         """How many loops of the IR load or store single elements, one after another: correct, and slow on an NPU."""
         return max(element_loops(self.ir(target)) for target in (TARGETS[0], TARGETS[-1]))
@@ -99,7 +106,7 @@ class Machine:
         kernel.launches += 1
         names = [name for name in kernel.source.fn.arg_names if name in kernel.source.signature]
         pairs = [(name, value) for name, value in zip(names, args, strict=True) if name in kernel.types]
-        kernel.aliased |= _aliased(pairs)
+        kernel.aliased |= _aliased(pairs, kernel.written())
         if not self.execute:
             return
         passed = [value for _, value in pairs]
@@ -128,13 +135,13 @@ class Machine:
         _Memory.write_back(tensors, results[0])
 
 
-def _aliased(arguments: list[tuple[str, Any]]) -> set[str]:
-    """The names of pointer arguments that share a storage with another one."""
-    by_storage: dict[int, list[str]] = {}
+def _aliased(arguments: list[tuple[str, Any]], written: set[str]) -> set[str]:
+    """The names of pointer arguments that share a storage with another one, where the kernel writes to one of them."""
+    by_storage: dict[int, set[str]] = {}
     for name, value in arguments:
         if isinstance(value, torch.Tensor) and value.numel():
-            by_storage.setdefault(value.untyped_storage().data_ptr(), []).append(name)
-    return {name for names in by_storage.values() if len(names) > 1 for name in names}
+            by_storage.setdefault(value.untyped_storage().data_ptr(), set()).add(name)
+    return {name for names in by_storage.values() if len(names) > 1 and names & written for name in names}
 
 
 def _default_options() -> dict[str, Any]:
@@ -232,17 +239,16 @@ def active(machine: Machine, programs: int = 40) -> Iterator[Machine]:
     from dsv4_npu.ops import _launch
 
     create_binder = JITFunction.create_binder
-    interpreted, limit = _launch.InterpretedFunction, _launch.program_limit
+    limit = _launch.program_limit
 
     def bind_and_redirect(self: Any, backend: Any) -> None:
         create_binder(self, backend)
         self.compile = lambda *args, **options: _machine().compile(*args, **options)
 
     JITFunction.create_binder = bind_and_redirect
-    # The launcher lets CPU tensors through only under the interpreter; here the JIT itself serves them.
-    _launch.InterpretedFunction = JITFunction
     _launch.program_limit = lambda device_type, index: programs
     driver.set_active(_Driver())
+    _launch._compiles_for_cpu_tensors.cache_clear()
     _active = machine
     try:
         yield machine
@@ -250,4 +256,5 @@ def active(machine: Machine, programs: int = 40) -> Iterator[Machine]:
         _active = None
         driver.reset_active()
         JITFunction.create_binder = create_binder
-        _launch.InterpretedFunction, _launch.program_limit = interpreted, limit
+        _launch.program_limit = limit
+        _launch._compiles_for_cpu_tensors.cache_clear()

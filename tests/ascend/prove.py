@@ -17,8 +17,8 @@ from . import keys
 from .case import Case, equal
 from .lowering import schedule
 from .machine import Machine, Specialization, active
-from .schedule import read
-from .toolchain import TARGETS
+from .schedule import orders_aliases, read
+from .toolchain import TARGETS, ToolError
 
 
 def prove(op: str, folder: Path) -> dict[str, Any]:
@@ -82,8 +82,11 @@ def _compile(kernel: Specialization) -> tuple[dict[str, Any], list[str]]:
     targets, problems = {}, []
     for target in TARGETS:
         try:
-            facts = read(schedule(kernel.ir(target), target, kernel.folder / target.platform), target)
-            targets[target.platform] = dataclasses.asdict(facts)
+            scheduled = schedule(kernel.ir(target), target, kernel.folder / target.platform)
+            targets[target.platform] = dataclasses.asdict(read(scheduled, target))
+            if kernel.aliased and not orders_aliases(scheduled):
+                shared = ", ".join(sorted(kernel.aliased))
+                raise ToolError(f"{shared} share a tensor, and no tl.debug_barrier() orders loads before stores")
         except Exception as error:
             problems.append(
                 f"{kernel.kernel} {kernel.constants} for {target.platform}: {type(error).__name__}: {error}"

@@ -37,8 +37,8 @@ Tools: {tools}.
 Sizes as served. Bytes are of the unified buffer of one vector core, double buffering included. *Barriers*, *waits* and
 *stores* are instructions of the scheduled text, `inside loops / in all`: those inside loops run once per row or block.
 *Element loops* move single elements between global memory and the core, one after another: correct, and slow where the
-loop is long. *Aliased* arguments are given the same tensor; the compilers take arguments as distinct, so such a kernel
-must let every stored value depend on all loads (its docstring says how).
+loop is long. *Aliased* arguments are given the same tensor, which the kernel writes; the compilers take arguments as
+distinct, so such a kernel must hold a barrier of all pipes between its loads and its stores, or the proof fails.
 
 | op | kernel | constants | element loops | aliased | chip | core | unified buffer | barriers | waits | stores |
 |---|---|---|---|---|---|---|---|---|---|---|

@@ -12,6 +12,7 @@ from .toolchain import Target, ToolError
 BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 BARRIER = re.compile(r"hivm\.hir\.pipe_barrier\b")
 WAIT = re.compile(r"hivm\.hir\.wait_flag\b")
+FULL_BARRIER = re.compile(r"hivm\.hir\.pipe_barrier\[<PIPE_ALL>\]")
 STORE = re.compile(r"call @store_ubuf_to_gm|memref\.store .*address_space<gm>|hivm\.hir\.store\b")
 
 
@@ -46,6 +47,14 @@ def read(module: Scheduled, target: Target) -> Facts:
         raise ToolError(f"{target.arch}: {used} bytes of unified buffer, over the budget of {target.unified_buffer}")
     counts = (count for pattern in (BARRIER, WAIT, STORE) for count in _per_loop(text, pattern))
     return Facts(used, target.unified_buffer, core[1], *counts)
+
+
+def orders_aliases(module: Scheduled) -> bool:
+    """Whether a barrier of all pipes stands inside a loop, as ``tl.debug_barrier`` puts it between loads and stores.
+
+    The compiler takes pointer arguments as distinct, so without one a store may overtake a load of the same bytes.
+    """
+    return _per_loop(module.text, FULL_BARRIER)[1] > 0
 
 
 def _allocated(text: str) -> int:

@@ -27,7 +27,7 @@ from .cases import (
 from .cpu_object import CpuObject
 from .lowering import Scheduled, schedule
 from .machine import FILLINGS, LaunchError, Machine, Specialization, active
-from .schedule import _allocated, read
+from .schedule import _allocated, orders_aliases, read
 from .toolchain import TARGETS, ToolError, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()))
@@ -135,12 +135,9 @@ def test_the_facts_of_a_schedule(machine: Machine, target: object, tmp_path: Pat
 
 
 def test_a_type_that_the_chips_lack_is_refused(machine: Machine) -> None:
-    machine.execute = False
     x = torch.zeros(64, dtype=torch.float64)
-    kernels.double[(1,)](x, x.clone(), 64, BLOCK=64)
-    for target in TARGETS:
-        with pytest.raises(CompilationError, match="fp64"):
-            only(machine).ir(target)
+    with pytest.raises(CompilationError, match="fp64"):
+        kernels.double[(1,)](x, x.clone(), 64, BLOCK=64)
 
 
 @pytest.mark.parametrize(("columns", "loops"), [(4, 1), (64, 0)])
@@ -156,17 +153,50 @@ def test_arguments_that_share_a_tensor_are_named(machine: Machine) -> None:
     assert only(machine).aliased == {"x", "y"}
 
 
+def test_a_tensor_that_is_only_read_may_be_shared(machine: Machine) -> None:
+    x, y = torch.zeros(64), torch.zeros(64)
+    kernels.add[(1,)](x, x, y, 64, BLOCK=64)
+    assert only(machine).aliased == set()
+    assert only(machine).written() == {"z"}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.platform)
+def test_a_barrier_between_the_loads_and_stores_of_a_shared_tensor(
+    machine: Machine, target: object, tmp_path: Path
+) -> None:
+    machine.execute = False
+    for kernel in (kernels.swap, kernels.swap_ordered):
+        x = torch.zeros(128)
+        kernel[(1,)](x, x, 64, BLOCK=64)
+    found = {
+        kernel.kernel: orders_aliases(schedule(kernel.ir(target), target, tmp_path))  # type: ignore[arg-type]
+        for kernel in machine.kernels.values()
+    }
+    assert found == {"swap": False, "swap_ordered": True}
+
+
 MUTATIONS = [
     (clear_c128_draft_states, "range(accepted, num_draft_tokens)", "range(accepted + 1, num_draft_tokens)"),
     (clear_c128_draft_states, "% ring_size", "% (ring_size + 1)"),
     (verify_tree_greedy, "node = sibling", "node = node + 1"),
     (verify_tree_greedy, "(accepted + 1 < width) & ", ""),
     (chain_speculative_sampling, "(coin * q < p)", "(coin * q <= p)"),
-    (chain_speculative_sampling, "weight - draft, 0.0), 0)", "weight, 0.0), 0)"),
-    (tree_speculative_sampling_target_only, "(again == 0)", "(again == again)"),
-    (tree_speculative_sampling_target_only, "if residual_mass > 0:", "if residual_mass < 0:"),
+    (chain_speculative_sampling, "tl.where(p > q, p - q, 0.0)", "p"),
+    (tree_speculative_sampling_target_only, "tl.where(again > 0, 0.0, p)", "p"),
+    (tree_speculative_sampling_target_only, "tl.where(column == token, 0.0, weight)", "weight"),
     (move_kv, "* ROW + column[None, :])", "* ROW + 0 * column[None, :])"),
 ]
+
+
+def load(source: str, folder: Path) -> ModuleType:
+    path = folder / "mutant.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(("cases", "right", "wrong"), MUTATIONS)
@@ -174,15 +204,8 @@ def test_a_mutated_op_fails_its_proof(
     cases: ModuleType, right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Path(cases.triton.__file__).read_text()
-    assert source.count(right) >= 1
-    mutant = tmp_path / "mutant.py"
-    mutant.write_text(source.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location("mutant", mutant)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(cases, "triton", module)
+    assert right in source, "the kernel was rewritten: choose another mutation"
+    monkeypatch.setattr(cases, "triton", load(source.replace(right, wrong), tmp_path))
     machine = Machine(tmp_path)
     for case in cases.cases():
         try:
@@ -191,6 +214,18 @@ def test_a_mutated_op_fails_its_proof(
         except (LaunchError, ToolError):
             return
     pytest.fail(f"no case notices {wrong!r} in place of {right!r}")
+
+
+def test_a_move_without_its_barrier_fails_its_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(move_kv.triton.__file__).read_text()
+    assert source.count("tl.debug_barrier()") == 1
+    monkeypatch.setattr(move_kv, "triton", load(source.replace("tl.debug_barrier()", "pass"), tmp_path))
+    machine = Machine(tmp_path)
+    case = next(case for case in move_kv.cases() if case.production)
+    assert prove._run(case, machine) is None
+    _, problems = prove._compile(only(machine))
+    assert len(problems) == len(TARGETS)
+    assert all("no tl.debug_barrier()" in problem for problem in problems)
 
 
 def test_an_op_of_which_a_kernel_is_never_launched_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

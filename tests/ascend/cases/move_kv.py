@@ -8,7 +8,7 @@ import torch
 
 from dsv4_npu.ops.move_kv import ref, triton
 
-from ..case import Case, Outputs
+from ..case import Case, Outputs, untouched
 
 
 def move(
@@ -34,6 +34,22 @@ def slab(layers: int, pages: int, page: int, row: int, dtype: torch.dtype = torc
     return raw.view(dtype)
 
 
+def far_slots() -> Case:
+    """Slots beyond 2**31 elements, in memory that nobody touches otherwise."""
+    last = 4100 * 1024 - 1
+    tgt, src = torch.tensor([last - 3, last - 2]), torch.tensor([last - 2, last])
+
+    def outcome(run: object) -> Outputs:
+        with untouched():
+            slab = torch.empty(1, 4100, 1024, 1, 512)
+        rows = slab.view(-1, 512)
+        rows[last - 3 :] = torch.arange(4.0).view(4, 1)
+        run(slab, tgt, src)  # type: ignore[operator]
+        return {"rows": rows[last - 3 :].clone()}
+
+    return Case(f"slot {last} of 512 words", lambda: outcome(triton.run), lambda: outcome(ref.move_kv_))
+
+
 def cases() -> Iterator[Case]:
     yield move("page-shaped, 17 to 3", slab(2, 3, 16, 6), [3], [17])
     yield move("down over itself", slab(1, 2, 4, 8), [1, 2, 3], [2, 3, 4])
@@ -49,6 +65,7 @@ def cases() -> Iterator[Case]:
     shuffled = torch.randperm(1300, generator=torch.Generator().manual_seed(0)) + 1
     yield move("a long list", slab(1, 84, 16, 3), shuffled[:700], shuffled[600:1300])
     yield move("longer than a tile", slab(2, 84, 16, 3), shuffled[:1100], shuffled[200:1300])
+    yield far_slots()
     committed = torch.arange(128, 128 + 4 * 16).view(4, 16)
     for name, layers, row, dtype in (
         ("A3 rows of bfloat16", 2, 512, torch.bfloat16),
