@@ -15,6 +15,7 @@ COMMANDS = {
         "dsv4_npu.emulation.command",
         "decode text speculatively from the pools on a CPU and compare with the oracle",
     ),
+    "replay": ("dsv4_npu.replay.cli", "serve a request trace through the allocator and report what its memory did"),
 }
 
 
