@@ -87,12 +87,12 @@ class FamilySeries:
         self.times = self.times[::2]
         self._counts = {name: counts[::2] for name, counts in self._counts.items()}
 
-    def mean_used(self, name: str) -> float:
-        """Mean number of pages out of the free list, over the samples."""
+    def mean(self, name: str, *kinds: str) -> float:
+        """Mean number of pages of a family with one of the owner ``kinds``, over the samples."""
         if not self.times:
             return 0.0
-        counts = np.array(self._counts[name])
-        return float(np.mean(counts[0].sum() - 1 - counts[:, FREE_]))
+        counts = np.array(self._counts[name])[:, [KINDS.index(kind) for kind in kinds]]
+        return float(counts.sum(axis=1).mean())
 
     def as_data(self) -> dict[str, Any]:
         """The keys ``time`` and ``families`` of the report."""

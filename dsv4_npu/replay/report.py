@@ -139,11 +139,11 @@ def _cell(value: object, unit: str = "") -> str:
 
 
 def _tile(number: Mapping[str, Any]) -> str:
-    unit = f" {number['unit']}" if number.get("unit") else ""
-    return (
-        f'<div class="tile"><b>{html.escape(shown(number["value"]) + unit)}</b>'
-        f"<span>{html.escape(number['name'])}</span></div>"
-    )
+    unit = number.get("unit", "")
+    of_total = unit.startswith("of ")
+    value = shown(number["value"]) + (f" {unit}" if unit and not of_total else "")
+    name = number["name"] + (f" {unit}" if of_total else "")
+    return f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
 
 
 def _number_tables(numbers: Sequence[Mapping[str, Any]]) -> str:

@@ -47,7 +47,6 @@ class Outcome:
 
     counters: Counters
     usage: dict[str, tuple[int, int, int]]
-    mean_used: dict[str, float]
     refused: dict[int, str]
     problems: list[str]
     samples: Samples
@@ -99,18 +98,14 @@ def replay(
             if progress is not None:
                 progress(counters.served + counters.refused)
         samples.last(counters.rounds, "all requests served")
-        mean = {name: samples.families.mean_used(name) for name in ("FULL", "SWA", "C128")}
         scheduler.close()
         _audit(allocator, counters)
     except Dsv4NpuError as error:  # a rule was broken: the verdict says which
         problems.append(f"{type(error).__name__} in round {counters.rounds}: {error}")
-        mean = {}
     seconds = time.perf_counter() - begin
     problems += leaks(life)
     usage = allocator.usage()
-    return Outcome(
-        counters, usage, mean, scheduler.refused, problems, samples, seconds, ledger=allocator.ledger.backend
-    )
+    return Outcome(counters, usage, scheduler.refused, problems, samples, seconds, ledger=allocator.ledger.backend)
 
 
 def leaks(life: Lifecycle) -> list[str]:

@@ -96,12 +96,13 @@ class Scheduler(Intake):
 
     def _chunks(self, budget: int) -> list[tuple[Request, int]]:
         chunks = []
-        for job in sorted(self.running, key=lambda one: one.trace.index):
+        filling = [job for job in self.running if job.request and job.request.state is State.PREFILL]
+        for job in sorted(filling, key=lambda one: one.trace.index):
             request = job.request
+            if request is None or request.planned >= len(request):
+                continue
             if budget < 1:
                 break
-            if request is None or request.state is not State.PREFILL or request.planned >= len(request):
-                continue
             end = self.life.chunk_end(request, budget)
             budget -= end - request.planned
             chunks.append((request, end))

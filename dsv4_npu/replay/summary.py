@@ -11,6 +11,9 @@ from dsv4_npu.replay.runner import Deployment, Outcome
 from dsv4_npu.replay.sizing import GIB, pool_bytes
 
 FAMILIES = ("FULL", "SWA", "C128")
+#: Owners of a page that some request reads.
+READ = ("request", "shared")
+IN_USE = (*READ, "cache", "transaction", "quarantine")
 
 
 def as_json(name: str, what: Deployment, outcome: Outcome) -> dict[str, Any]:
@@ -39,7 +42,8 @@ def as_json(name: str, what: Deployment, outcome: Outcome) -> dict[str, Any]:
         "pages": {
             family: {
                 "peak": outcome.usage[family][1],
-                "mean": round(outcome.mean_used.get(family, 0.0), 2),
+                "mean": round(outcome.samples.families.mean(family, *IN_USE), 2),
+                "mean_read_by_requests": round(outcome.samples.families.mean(family, *READ), 2),
                 "total": outcome.usage[family][2],
             }
             for family in FAMILIES
@@ -133,7 +137,8 @@ def _numbers(what: Deployment, outcome: Outcome) -> list[dict[str, Any]]:
         _, peak, total = outcome.usage[family]
         numbers += [
             _number("Pages", f"{family} peak", peak, f"of {total:,}", tile=family == "FULL"),
-            _number("Pages", f"{family} mean", outcome.mean_used.get(family, 0.0), f"of {total:,}"),
+            _number("Pages", f"{family} mean", outcome.samples.families.mean(family, *IN_USE)),
+            _number("Pages", f"{family} mean, read by requests", outcome.samples.families.mean(family, *READ)),
         ]
     numbers += [
         _number("Check", "audits", c.audits),

@@ -32,11 +32,11 @@ function tip(event, text) {
   box.style.top = (event.clientY + high + 24 > innerHeight ? event.clientY - high - 10 : event.clientY + 16) + "px";
 }
 
-function niceTicks(top, wanted) {
-  const raw = top / wanted, power = 10 ** Math.floor(Math.log10(raw || 1));
+function niceTicks(bottom, top, wanted) {
+  const raw = (top - bottom) / wanted, power = 10 ** Math.floor(Math.log10(raw || 1));
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw) || power * 10;
   const ticks = [];
-  for (let value = 0; value <= top * 1.0001; value += step) ticks.push(value);
+  for (let value = Math.ceil(bottom / step) * step; value <= top * 1.0001; value += step) ticks.push(value);
   return ticks;
 }
 
@@ -75,13 +75,13 @@ class TimeChart {
   }
   draw() {
     const { svg, spec } = this, base = this.y(0);
-    for (const value of niceTicks(this.top, 3)) {
+    for (const value of niceTicks(0, this.top, 3)) {
       node("line", { class: value ? "gridline" : "axis", x1: this.left, x2: this.width - this.right, y1: this.y(value), y2: this.y(value) }, svg);
       node("text", { x: this.left - 8, y: this.y(value) + 4, "text-anchor": "end" }, svg, count(value));
     }
-    for (const value of niceTicks(this.span, 8)) {
-      if (this.x(this.first + value) > this.width - this.right - 10) continue;
-      node("text", { x: this.x(this.first + value), y: this.height - 5, "text-anchor": "middle" }, svg, count(this.first + value));
+    for (const value of niceTicks(this.first, this.first + this.span, this.width / 140)) {
+      if (this.x(value) > this.width - this.right - 56) continue;
+      node("text", { x: this.x(value), y: this.height - 5, "text-anchor": "middle" }, svg, count(value));
     }
     node("text", { x: this.width - this.right, y: this.height - 5, "text-anchor": "end" }, svg, data.time.unit);
     const stride = Math.max(1, Math.floor(times.length / (this.width * 1.5)));
