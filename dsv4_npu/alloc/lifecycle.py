@@ -121,7 +121,7 @@ class Lifecycle(RequestEnds):
 
         ``tokens`` per request: of a decode the accepted run with its bonus, ``1..verify_width`` tokens; of a prefill
         ``[token]`` when the chunk ended the known tokens, else nothing. Requests that ended before are ignored, and may
-        be left out. Returns those that have their last token now: finish, keep or abort them.
+        be left out. Returns those that are ``ENDED`` now: finish, keep or abort them.
         """
         self._check_learn(step, tokens)
         del self._steps[step.number]
@@ -129,19 +129,25 @@ class Lifecycle(RequestEnds):
         lens = {}
         for request, start, end in zip(step.requests, step.starts.tolist(), step.ends.tolist(), strict=True):
             request.unlearned -= 1
-            if step.kind == "decode":
-                start = self.alloc.committed(request.row)
-                end = start + self.width
-            request.log.ran(start, end)
-            lens[request] = end if step.kind == "prefill" else start + len(tokens.get(request, ()))
+            if step.kind == "prefill":
+                request.log.ran(start, end)
+                lens[request] = end
+                continue
+            start = self.alloc.committed(request.row)
+            if request in live:
+                request.discarded = 0
+                request.log.ran(start, start + self.width)
+                lens[request] = start + len(tokens[request])
+            else:
+                request.discarded += 1
+                request.log.overrun(start, start + request.discarded * self.width)
         self.alloc.commit_batch(np.array([r.row for r in live], np.int64), np.array([lens[r] for r in live], np.int64))
         for request in step.requests:
             request.log.committed(self.alloc.committed(request.row))
         for request in live:
             self._take(request, tokens.get(request, ()))
-        ended = [request for request in live if request.reason is not None]
         self._settle(step.requests)
-        return ended
+        return [request for request in live if request.state is State.ENDED]
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -167,10 +173,9 @@ class Lifecycle(RequestEnds):
             request.take_outputs(run)
             if request.state is not State.CLOSING:
                 request.state = State.DECODE if request.reason is None else State.ENDED
-        if request.ending is None:
+        if request.reason is None and request.ending is None:
             self._insert(request)
-        self.alloc.evict_window(request.row)
-        request.log.forget(int(self.alloc.state.swa_start[request.row]) * self.rules.page)
+            self._evict_window(request)
 
     def _settle(self, requests: Sequence[Request]) -> None:
         """Carry out the ends that waited for their last forward."""
@@ -217,7 +222,7 @@ class Lifecycle(RequestEnds):
 
 def _learning(request: Request) -> bool:
     """Whether the outcome of a forward still counts for a request."""
-    return request.reason is None and (request.state is not State.CLOSING or request.ending == "retract")
+    return request.reason is None and request.ending in (None, "retract", "keep")
 
 
 def _join(parts: Sequence[OutCacheLoc]) -> OutCacheLoc:

@@ -44,6 +44,7 @@ class Request:
     before. ``cached``: leading tokens that the last admission found in the prefix cache. ``restore``: what the cache
     captured of the C4 rows before ``cached``: the engine copies it into the bank of ``row`` before the first forward.
     ``planned``: end of the last planned prefill chunk. ``unlearned``: steps planned or launched and not learned.
+    ``discarded``: decodes since the row was opened or moved back whose outcome nobody wanted.
     ``reason``: why it ended, ``stop`` or ``length``.
     """
 
@@ -58,6 +59,7 @@ class Request:
     restore: object | None = None
     planned: int = 0
     unlearned: int = 0
+    discarded: int = 0
     reason: Literal["stop", "length"] | None = None
     ending: Ending | None = None
     retractions: int = 0

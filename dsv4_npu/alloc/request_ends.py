@@ -33,7 +33,7 @@ class RequestEnds(RequestRows):
     def retract(self, request: Request) -> None:
         """Release everything and put the request back into the queue with its outputs; see :meth:`readmit`.
 
-        Tokens of forwards that are not learned yet still count; if they bring the last token, the request finishes.
+        Outputs of forwards that are not learned yet still count; if they bring the last one, the request finishes.
         A kept session can be retracted too: :meth:`resume` then computes its history again.
         """
         self._expect(request, "retract", State.PREFILL, State.DECODE, State.KEPT)
@@ -42,7 +42,8 @@ class RequestEnds(RequestRows):
     def keep(self, request: Request) -> None:
         """Make the request a session that owns its row between turns.
 
-        Pages behind the last valid position are given back, and with them what a stopped run wrote too far.
+        Outputs of forwards that are not learned yet still count. Pages behind the last valid position are given back,
+        and with them what a stopped run wrote too far.
         """
         self._expect(request, "keep", State.DECODE, State.ENDED)
         self._end(request, "keep")
@@ -83,15 +84,16 @@ class RequestEnds(RequestRows):
         """Cut a request or a session to its first ``length`` tokens; returns the position that it continues from.
 
         The position is the committed end if nothing of it was cut and the rows before it are resident, else a multiple
-        of the page at which every row that is read before it is proved resident; what lies between it and ``length`` must be computed again (the
-        request is in ``PREFILL`` afterwards, a session stays kept). Where nothing is proved, the row is given up and
-        opened again with the longest cached prefix.
+        of the page at which every row that is read before it is proved resident; what lies between it and ``length``
+        must be computed again (the request is in ``PREFILL`` afterwards, a session stays kept). Where nothing is
+        proved, the row is given up and opened again with the longest cached prefix.
         """
         self._expect(request, "rewind", State.PREFILL, State.DECODE, State.ENDED, State.KEPT)
         if request.unlearned:
             raise OwnershipError(f"rewind: request {request.rid!r} has {request.unlearned} steps that were not learned")
-        if not 1 <= length <= len(request):
-            raise InputError(f"length = {length}: 1 to {len(request)} (the tokens) is allowed")
+        most = len(request) - (request.state is State.ENDED)
+        if not 1 <= length <= most:
+            raise InputError(f"length = {length}: 1 to {most} is allowed (an ended request loses its last token)")
         session = request.state is State.KEPT
         request.cut(length)
         request.reason = None
@@ -161,4 +163,6 @@ class RequestEnds(RequestRows):
         valid = min(self.alloc.committed(request.row), len(request))
         self.alloc.trim(request.row, valid)
         request.log.committed(valid)
+        self._insert(request)
+        self._evict_window(request)
         request.state = State.KEPT

@@ -118,7 +118,7 @@ class RequestRows:
     def _enter(self, request: Request) -> None:
         request.row = self.alloc.open(request.rid)
         request.log = self.rules.log()
-        request.cached, request.restore = 0, None
+        request.cached, request.restore, request.discarded = 0, None, 0
         if self.cache is not None:
             match = self.cache.match(request.tokens[:-1])
             self.cache.lock(request.row, match.node)
@@ -153,6 +153,11 @@ class RequestRows:
             return not overwritten and request.log.overlap_kept(end)
 
         self.cache.insert(self._history(request), request.row, kept)
+
+    def _evict_window(self, request: Request) -> None:
+        """Free the SWA pages before the window; only by a committed end that will not be cut any more."""
+        self.alloc.evict_window(request.row)
+        request.log.forget(int(self.alloc.state.swa_start[request.row]) * self.rules.page)
 
     def _close_row(self, request: Request) -> None:
         row, request.row = request.row, 0

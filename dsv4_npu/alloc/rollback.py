@@ -130,6 +130,13 @@ class RingLog:
                     ring.save(max(start, rule.live(tail)[0]), min(tail, saved))
             ring.save(saved, end)
 
+    def overrun(self, start: int, end: int) -> None:
+        """A batch whose outcome nobody wanted may have written rows anywhere in ``[start, end)``."""
+        for ring in (self.c4, self.c128):
+            ring.cut(start)
+            ring.save(start, end)
+            ring.cut(start)
+
     def committed(self, length: int) -> None:
         """The history is ``length`` positions long: what was saved behind it belongs to nobody."""
         self.c4.cut(length)

@@ -177,7 +177,7 @@ def test_a_ring_of_256_allows_a_rewind_of_128_rows_in_a_decode() -> None:
 
 @pytest.mark.parametrize("width", range(1, 11))
 def test_one_further_verify_is_harmless_exactly_up_to_half_the_pad(width: int) -> None:
-    """After a stop anywhere in the last run, with one more verify behind it, each possible end is resident iff 2 D <= pad."""
+    """A stop anywhere in the last run, then one more verify: every possible end is resident iff 2 D <= pad."""
     broken = False
     for seq in range(200, 216):
         for accepted in range(1, width + 1):
