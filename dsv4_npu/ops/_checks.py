@@ -29,8 +29,13 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """A contiguous tensor of this shape (a string stands for any length and names it), dtype and device."""
-    given = tuple(tensor.shape)
-    if len(given) != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, given, strict=True)):
+    given = tensor.shape
+    fits = len(given) == len(shape)
+    if fits:
+        for wanted, length in zip(shape, given, strict=True):
+            if wanted != length and not isinstance(wanted, str):
+                fits = False
+    if not fits:
         fail(op, f"{name} has shape {list(given)}; allowed: [{', '.join(map(str, shape))}]")
     if dtypes is not None and tensor.dtype not in dtypes:
         fail(op, f"{name} has dtype {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
@@ -65,11 +70,35 @@ def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     return a[0] < b[1] and b[0] < a[1]
 
 
+def _addresses(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First and one past the last address of a plain tensor; None where a pointer says nothing (fake, wrapped)."""
+    if type(tensor) is not torch.Tensor or tensor.is_meta:
+        return None
+    start = tensor.data_ptr()
+    return start, start + tensor.nbytes
+
+
 def check_no_overlap(op: str, name: str, written: torch.Tensor, **others: torch.Tensor) -> None:
     """``written`` shares no byte with any of ``others``."""
-    for other, tensor in others.items():
-        if overlap(written, tensor):
-            fail(op, f"{other} shares memory with {name}, which the op writes; give it memory of its own")
+    check_disjoint(op, {name: written}, others)
+
+
+def check_disjoint(op: str, written: dict[str, torch.Tensor], read: dict[str, torch.Tensor]) -> None:
+    """No tensor of ``written`` shares a byte with another one of ``written`` or with one of ``read``.
+
+    Addresses are asked for once per tensor, since this runs before every launch.
+    """
+    tensors = written | read
+    spans = [_addresses(tensor) for tensor in tensors.values()]
+    for i, name in enumerate(written):
+        mine = spans[i]
+        for j in range(i + 1, len(spans)):
+            theirs = spans[j]
+            if mine is not None and theirs is not None and (mine[1] <= theirs[0] or theirs[1] <= mine[0]):
+                continue
+            other = list(tensors)[j]
+            if overlap(tensors[name], tensors[other]):
+                fail(op, f"{other} shares memory with {name}, which the op writes; give it memory of its own")
 
 
 def values_known(*tensors: torch.Tensor) -> bool:

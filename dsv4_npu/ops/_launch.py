@@ -5,7 +5,6 @@ Imported only by the ops' ``triton.py`` modules, so Triton is there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,10 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from dsv4_npu.errors import UnavailableError
 
+# Triton's own launch sorts out arguments anew each time, which costs more host time than the kernel takes. Calling the
+# compiled kernel with all arguments in order, constants included, is a form that Triton's tutorials show. Used where it
+# was tried (3.6) or the code is the same (3.7).
+DIRECT_VERSIONS = ((3, 6), (3, 7))
 MOST_PROGRAMS = 65535  # Ascend's limit for the product of the grid
 FEWEST_VECTOR_CORES = 40  # of the smallest supported NPU (facts.md §5); used where the driver does not tell
 
@@ -59,6 +62,44 @@ def _compiles_for_cpu_tensors() -> bool:
         return False
 
 
+_direct = tuple(int(part) for part in triton.__version__.split(".")[:2]) in DIRECT_VERSIONS
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def specialization(
+    kernel: Any, device: torch.device, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What a compiled kernel depends on, or more: types, the tensors' alignment, the values of specialised integers."""
+    key: list[Any] = [id(kernel), device.index, *constants.items()]
+    unspecialised = kernel.do_not_specialize
+    for name, arg in zip(kernel.arg_names, args, strict=False):
+        kind = type(arg)
+        if kind is int:
+            key.append(-(2**31) <= arg < 2**31 if name in unspecialised else arg)
+        elif kind is float:
+            key.append(kind)
+        else:
+            key.append(arg.dtype)
+            key.append(arg.data_ptr() & 15)
+    return tuple(key)
+
+
+def _launch_on_cuda(
+    kernel: Any, programs: int, device: torch.device, args: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
+    if not _direct:
+        kernel[(programs,)](*args, **constants)
+        return
+    key = specialization(kernel, device, args, constants)
+    known = _compiled.get(key)
+    if known is None:
+        compiled = kernel[(programs,)](*args, **constants)
+        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        return
+    compiled, in_order = known
+    compiled[(programs, 1, 1)](*args, *in_order)
+
+
 def launch(kernel: Any, items: int, device: torch.device, *args: Any, **constants: Any) -> None:
     """Run ``kernel`` over ``items`` pieces of work; no work, no launch.
 
@@ -67,14 +108,19 @@ def launch(kernel: Any, items: int, device: torch.device, *args: Any, **constant
     if items <= 0:
         return
     programs = min(items, program_limit(device.type, device.index), MOST_PROGRAMS)
+    for observe in observers:
+        observe(Launch(kernel.fn.__name__, programs))
+    if device.type == "cuda":
+        if torch.cuda.current_device() == device.index:
+            _launch_on_cuda(kernel, programs, device, args, constants)
+        else:
+            with torch.cuda.device(device):
+                _launch_on_cuda(kernel, programs, device, args, constants)
+        return
     if device.type == "cpu" and not isinstance(kernel, InterpretedFunction) and not _compiles_for_cpu_tensors():
         raise UnavailableError(
             "Triton kernels run on an NPU (torch_npu and triton-ascend), on a CUDA GPU (a CUDA build of torch, and "
             "triton) or under Triton's interpreter (TRITON_INTERPRET=1 set before Python starts); the tensors are on "
             "the CPU and the interpreter is off"
         )
-    for observe in observers:
-        observe(Launch(kernel.fn.__name__, programs))
-    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with guard:
-        kernel[(programs,)](*args, **constants)
+    kernel[(programs,)](*args, **constants)

@@ -13,6 +13,7 @@ CUDA            the same Triton kernels, for testing and measuring
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,8 +71,9 @@ class Op:
 
         Raises UnavailableError when Triton cannot be imported.
         """
+        name = f"dsv4_npu.ops.{self.name.rstrip('_')}.triton"
         try:
-            module = importlib.import_module(f"dsv4_npu.ops.{self.name.rstrip('_')}.triton")
+            module = sys.modules.get(name) or importlib.import_module(name)
         except (ImportError, OSError) as error:
             raise UnavailableError(
                 f"{self.name} on this device needs Triton, which cannot be imported here ({error}). Install "

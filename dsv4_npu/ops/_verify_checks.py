@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dsv4_npu.ops._checks import check_at_least, check_no_overlap, check_tensor, check_values, fail
+from dsv4_npu.ops._checks import check_at_least, check_disjoint, check_tensor, check_values, fail
 
 INDEX = (torch.int64,)
 OUTPUT = (torch.int32,)
@@ -87,9 +87,8 @@ def check_outputs_alone(
     **inputs: torch.Tensor,
 ) -> None:
     """No output shares memory with another output or with an input."""
-    check_no_overlap(op, "predicts", predicts, accept_index=accept_index, accept_token_num=accept_token_num, **inputs)
-    check_no_overlap(op, "accept_index", accept_index, accept_token_num=accept_token_num, **inputs)
-    check_no_overlap(op, "accept_token_num", accept_token_num, **inputs)
+    outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
+    check_disjoint(op, outputs, inputs)
 
 
 def check_drawn(
