@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-running", type=positive, default=64, help="requests served at once (default: 64)")
     parser.add_argument("--prefill-chunk", type=positive, default=8192, help="prompt tokens of one prefill step")
     parser.add_argument(
+        "--admission",
+        default="whole",
+        choices=("whole", "chunk"),
+        help="let a request in when all of its prompt fits, or when its first chunk does (more retractions)",
+    )
+    parser.add_argument(
         "--output-estimate", type=share, default=0.3, help="share of the outputs to come that admission keeps room for"
     )
     parser.add_argument("--no-prefix-cache", action="store_true", help="share no prefixes")
@@ -115,6 +121,7 @@ def deployment(args: argparse.Namespace) -> Deployment:
     policy = Policy(
         max_running=args.max_running,
         prefill_chunk=args.prefill_chunk,
+        admission=args.admission,
         output_estimate=args.output_estimate,
         overlap=not args.no_overlap,
         step_ms=args.step_ms,

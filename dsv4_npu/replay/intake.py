@@ -26,13 +26,16 @@ class Policy:
     """How the scheduler decides.
 
     ``max_running``: requests in work at once. ``prefill_chunk``: tokens of one prefill step over all requests.
-    ``output_estimate``: share of the tokens still to produce that admission keeps room for; too little is made up for
-    by retractions. ``overlap``: launch a step before the previous one is learned. ``step_ms``: time of a round on the
-    trace's clock; None serves the trace as fast as it goes, in arrival order.
+    ``admission``: let a request in when its ``whole`` prompt fits beside what the running ones will need, or when its
+    first ``chunk`` fits now. ``output_estimate``: share of the tokens still to produce that ``whole`` keeps room for.
+    What was let in too easily is made up for by retractions. ``overlap``: launch a step before the previous one is
+    learned. ``step_ms``: time of a round on the trace's clock; None serves the trace as fast as it goes, in arrival
+    order.
     """
 
     max_running: int = 64
     prefill_chunk: int = 8192
+    admission: Literal["whole", "chunk"] = "whole"
     output_estimate: float = 0.3
     overlap: bool = True
     step_ms: float | None = None
@@ -160,11 +163,13 @@ class Intake:
         return "soon" if self.alloc.state.waiting(ROW) else "none"
 
     def _room_for(self, job: Job) -> bool:
-        """Whether the pools can be expected to hold the running requests and this one to their ends."""
+        """Whether the pools can be expected to hold the running requests and this one, by the policy."""
         state, spec, policy = self.alloc.state, self.alloc.spec, self.policy
-        jobs = [*self.running, job]
+        jobs = [*self.running, job] if policy.admission == "whole" else [job]
         goals = np.array([one.length + policy.output_estimate * one.left for one in jobs]).astype(np.int64)
         goals += self.life.reserve
+        if policy.admission == "chunk":
+            goals = np.minimum(goals, policy.prefill_chunk)
         owners = [one.request or self._session(one) for one in jobs]
         held = state.allocated[[0 if owner is None else owner.row for owner in owners]]
         full, c128 = (

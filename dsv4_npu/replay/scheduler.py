@@ -119,23 +119,32 @@ class Scheduler(Intake):
         self._learn(before)
 
     def _relieve(self, reason: str) -> None:
-        """Make room: learn what is in flight, give up a session, retract the newest request, refuse the last one."""
+        """Make room: learn what is in flight, give up a session, retract a request, refuse the last one.
+
+        The oldest request is never retracted, so that one always gets on.
+        """
         if self._outstanding:
             self._settle()
         elif not self.give_up_session():
-            newest = max(self.running, key=lambda job: job.trace.index)
-            assert newest.request is not None
-            if len(self.running) > 1:
-                self.running.remove(newest)
-                self.life.retract(newest.request)
+            oldest = min(self.running, key=lambda job: job.trace.index)
+            victim = max((job for job in self.running if job is not oldest), key=self._burden, default=oldest)
+            assert victim.request is not None
+            if victim is not oldest:
+                self.running.remove(victim)
+                self.life.retract(victim.request)
                 self.counters.retracted += 1
-                self.queue(newest)
+                self.queue(victim)
                 self._closed_door = True
             else:
-                self.leave(newest)
-                self.life.abort(newest.request)
-                newest.request = None
-                self.refuse(newest, f"cannot make progress alone: {reason}")
+                self.leave(oldest)
+                self.life.abort(victim.request)
+                oldest.request = None
+                self.refuse(oldest, f"cannot make progress alone: {reason}")
+
+    def _burden(self, job: Job) -> tuple[bool, int]:
+        """Order in which requests are retracted: those that hold pages first, the latest arrival first."""
+        held = job.request is not None and self.alloc.allocated(job.request.row) > self.alloc.shared(job.request.row)
+        return held, job.trace.index
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,14 @@ def test_pressure_retracts_and_still_serves_everything(tmp_path: Path) -> None:
     assert careful["counters"]["served"] == 8
 
 
+def test_easy_admission_retracts_more(tmp_path: Path) -> None:
+    lines = [line(i, 1000, 600) for i in range(8)]
+    status, chunk = run(tmp_path, lines, *TIGHT, "--admission", "chunk")
+    _, whole = run(tmp_path, lines, *TIGHT, "--output-estimate", "1")
+    assert (status, chunk["counters"]["served"], whole["counters"]["served"]) == (0, 8, 8)
+    assert chunk["counters"]["retracted"] > whole["counters"]["retracted"] == 0
+
+
 def test_the_default_swa_share_serves_long_prompts(tmp_path: Path) -> None:
     lines = [line(0, 8000, 20), *(line(i, 200, 20) for i in range(1, 9))]
     status, result = run(tmp_path, lines, "--tokens", "16384", "--swa-ratio", "0.1", "--audit", "every")
