@@ -155,6 +155,7 @@ class Engine:
         self.rounds = 0
         self.last_round: RoundRecord | None = None
         self._submitted = 0
+        self._crowded = False
 
     def submit(self, prompt: Sequence[int], max_new: int, session: bool = False) -> RequestRun:
         """Queue a request; refuses (before anything changes) what can never fit."""
@@ -255,6 +256,10 @@ class Engine:
             self.running.append(run)
 
     def _admit(self) -> None:
+        # After a retraction nobody enters until somebody leaves: the newcomer would be the next to be retracted.
+        if self._crowded and self.running:
+            return
+        self._crowded = False
         while self.waiting and len(self.running) < self.options.batch:
             run = self.waiting[0]
             try:
@@ -263,25 +268,40 @@ class Engine:
                 else:
                     self.life.readmit(run.life)
             except CapacityError:
+                if self._give_up_a_session():
+                    continue
                 if not self.running:
                     raise
                 return
             self._place(self.waiting.popleft())
 
-    def _with_room(self, runs: list[RequestRun], plan: Callable[[list[RequestRun]], Step]) -> Step:
-        """Plan a step, retracting the youngest requests while the pages do not suffice."""
-        while True:
+    def _give_up_a_session(self) -> bool:
+        """Take the memory of the oldest idle session; its next turn computes the history again."""
+        for run in self.finished:
+            if run.life is not None and run.life.state is State.KEPT:
+                self.life.retract(run.request)
+                return True
+        return False
+
+    def _with_room(self, runs: list[RequestRun], plan: Callable[[list[RequestRun]], Step]) -> Step | None:
+        """Plan a step; while the pages do not suffice, idle sessions and then the youngest requests give theirs back.
+
+        None when every request of the step had to.
+        """
+        while runs:
             try:
                 return plan(runs)
             except CapacityError:
+                if self._give_up_a_session():
+                    continue
                 if len(self.running) == 1:
                     raise
                 victim = max(self.running, key=lambda r: r.rid)
                 self.retract(victim)
+                self._crowded = True
                 if victim in runs:
                     runs.remove(victim)
-                if not runs:
-                    raise
+        return None
 
     def _forward(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
         live = len(step.requests)
@@ -301,6 +321,8 @@ class Engine:
             return self.life.extend([(r.request, self.life.chunk_end(r.request, chunk)) for r in chosen])
 
         step = self._with_room(runs, extend)
+        if step is None:
+            return
         starts, ends = step.starts.tolist(), step.ends.tolist()
         tokens = torch.zeros((len(runs), max(e - s for s, e in zip(starts, ends, strict=True))), dtype=torch.int64)
         for b, (run, start, end) in enumerate(zip(runs, starts, ends, strict=True)):
@@ -323,6 +345,8 @@ class Engine:
     def _verify_round(self) -> None:
         runs = list(self.running)
         step = self._with_room(runs, lambda chosen: self.life.decode_plan([r.request for r in chosen]))
+        if step is None:
+            return
         width, rows, seq_lens = self.config.verify_width, step.rows, step.starts.copy()
         drafts = self._draft(runs, rows, seq_lens)
         roots = torch.tensor([[int(r.request.tokens[-1])] for r in runs])
@@ -387,6 +411,7 @@ class Engine:
             run.finish = run.request.reason or ""
             self.running.remove(run)
             self.finished.append(run)
+            self._crowded = False
             if run.session:
                 self.life.keep(run.request)
             else:
