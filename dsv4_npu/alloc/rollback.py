@@ -153,11 +153,11 @@ class RingLog:
 
     def overlap_kept(self, boundary: int) -> bool:
         """Whether the C4 rows that a request starting at ``boundary`` reads before it are there."""
-        return self.c4.holds(*self.rules.c4.live(boundary))
+        return not self.rules.compressed or self.c4.holds(*self.rules.c4.live(boundary))
 
     def resident(self, target: int) -> bool:
         """Whether every live row of ``target`` is in its ring."""
-        return all(ring.holds(*ring.rule.live(target)) for ring in (self.c4, self.c128))
+        return not self.rules.compressed or all(ring.holds(*ring.rule.live(target)) for ring in (self.c4, self.c128))
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,14 @@ class RollbackRules:
 
     ``saves_page_tails``: the compressor also saves the last rows of each SWA page that a long batch passes, so that
     every page boundary can be continued from, not only those near the end of a batch. The plain save rule does not.
+    ``compressed`` is False for a pool without compressor (another model): any position can be continued from there.
     """
 
     page: int
     c4: RingRule
     c128: RingRule
     saves_page_tails: bool = False
+    compressed: bool = True
 
     def __post_init__(self) -> None:
         if self.c4.ratio != addressing.C4_RATIO or self.c128.ratio != addressing.C128_RATIO:
@@ -200,6 +202,8 @@ class RollbackRules:
         """The largest multiple of the page in ``[low, wanted]`` whose live rows are all resident; None without one."""
         if low < 0 or wanted < 0:
             raise InputError(f"target {wanted}, lowest {low}: 0 or more is allowed")
+        if not self.compressed:
+            return wanted if wanted >= low else None
         for target in range(addressing.floor_to(wanted, self.page), low - 1, -self.page):
             if log.resident(target):
                 return target
@@ -208,6 +212,6 @@ class RollbackRules:
     def tail_saved(self, start: int, end: int, boundary: int) -> bool:
         """Whether a batch ``[start, end)`` saves the C4 rows that a later request starting at ``boundary`` reads."""
         first = max(start, self.c4.live(boundary)[0])
-        if self.c4.bank == "swa_page" and self.saves_page_tails:
+        if not self.compressed or (self.c4.bank == "swa_page" and self.saves_page_tails):
             return True
         return addressing.save_start(start, end, self.c4.ratio, self.c4.pad) <= first
