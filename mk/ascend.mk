@@ -21,9 +21,9 @@ ascend-test: .venv-ascend/ready ascend-tools
 # triton-ascend installs a package named triton, hence an environment of its own.
 .venv-ascend/ready: tests/ascend/requirements.txt
 	$(PYTHON) -m venv .venv-ascend
-	$(ASCEND_PYTHON) -m pip install --quiet --disable-pip-version-check -r $< || \
+	@$(ASCEND_PYTHON) -m pip install -qq --disable-pip-version-check -r $< || \
 	  { echo "make ascend: pip could not install tests/ascend/requirements.txt (needs Python 3.9 to 3.11 on x86-64 Linux)"; exit 1; }
-	touch $@
+	@touch $@
 
 ascend-tools:
 	@if [ -x $(ASCEND_LLVM)/bin/mlir-opt ] && [ -x $(ASCEND_LLVM)/bin/opt ] && [ -e $(ASCEND_LLVM)/lib/libmlir_c_runner_utils.so.19.1 ]; then :; \
