@@ -57,7 +57,7 @@ class Scheduler(Intake):
     def _decode(self) -> Step | None:
         """Launch a decode of every request that can."""
         while True:
-            batch = [job.request for job in self.running if job.request and job.request.state is State.DECODE]
+            batch = [request for _, request in self._in_state(State.DECODE)]
             if not batch:
                 return None
             try:
@@ -96,10 +96,8 @@ class Scheduler(Intake):
 
     def _chunks(self, budget: int) -> list[tuple[Request, int]]:
         chunks = []
-        filling = [job for job in self.running if job.request and job.request.state is State.PREFILL]
-        for job in sorted(filling, key=lambda one: one.trace.index):
-            request = job.request
-            if request is None or request.planned >= len(request):
+        for _, request in sorted(self._in_state(State.PREFILL), key=lambda pair: pair[0]):
+            if request.planned >= len(request):
                 continue
             if budget < 1:
                 break
@@ -107,6 +105,14 @@ class Scheduler(Intake):
             budget -= end - request.planned
             chunks.append((request, end))
         return chunks
+
+    def _in_state(self, state: State) -> list[tuple[int, Request]]:
+        """Running requests in a state, with their place in the trace."""
+        return [
+            (job.trace.index, job.request)
+            for job in self.running
+            if job.request is not None and job.request.state is state
+        ]
 
     def _launch(self, step: Step) -> None:
         self.counters.cleared_swa_pages += len(self.alloc.drain_freed_swa())
@@ -157,15 +163,13 @@ class Scheduler(Intake):
 
     def _accepted(self, step: Step) -> dict[Request, list[int]]:
         lens = self.acceptance.lengths(self._index_of_row[step.rows], self.alloc.state.committed[step.rows]).tolist()
-        histogram, tokens, total = self.counters.accept_histogram, {}, 0
+        tokens, counted = {}, []
         for request, length in zip(step.requests, lens, strict=True):
-            if request.reason is not None:
-                continue
-            done = request.num_outputs
-            tokens[request] = self._job_of[request].outputs[done : done + length]
-            histogram[length] = histogram.get(length, 0) + 1
-            total += length
-        self.counters.output_tokens += total
+            if request.reason is None:
+                done = request.num_outputs
+                tokens[request] = self._job_of[request].outputs[done : done + length]
+                counted.append(length)
+        self.counters.accepted(counted)
         return tokens
 
     def _first_tokens(self, step: Step) -> dict[Request, list[int]]:

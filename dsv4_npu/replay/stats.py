@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,6 +46,12 @@ class Counters:
         entered = self.admitted + self.readmitted + self.resumed
         ended = self.served + self.retracted + self.sessions_given_up
         return entered + 2 * (self.prefill_chunks + self.decode_rows) + ended
+
+    def accepted(self, lens: list[int]) -> None:
+        """Count the accepted lengths of one decode step."""
+        self.output_tokens += sum(lens)
+        for length, count in Counter(lens).items():
+            self.accept_histogram[length] = self.accept_histogram.get(length, 0) + count
 
     def as_dict(self) -> dict[str, Any]:
         """All counters by name."""
