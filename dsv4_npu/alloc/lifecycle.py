@@ -67,8 +67,9 @@ class Lifecycle(RequestEnds):
         if len(set(requests)) != len(requests):
             raise InputError("requests: each request is decoded once in a batch")
         for request in requests:
-            self._expect(request, "decode", State.DECODE)
-            self._check_unlearned(request)
+            if request.state is not State.DECODE or request.unlearned:
+                self._expect(request, "decode", State.DECODE)
+                self._check_unlearned(request)
         live = [request.row for request in requests]
         rows = np.array(live + [0] * (padded_to - len(live)), np.int64)
         try:
@@ -123,31 +124,33 @@ class Lifecycle(RequestEnds):
         ``[token]`` when the chunk ended the known tokens, else nothing. Requests that ended before are ignored, and may
         be left out. Returns those that are ``ENDED`` now: finish, keep or abort them.
         """
-        self._check_learn(step, tokens)
+        runs = self._outcome(step, tokens)
         del self._steps[step.number]
-        live = [request for request in step.requests if _learning(request)]
-        lens = {}
-        for request, start, end in zip(step.requests, step.starts.tolist(), step.ends.tolist(), strict=True):
+        rows = step.rows[: len(step.requests)]
+        committed = self.alloc.state.committed[rows].tolist()
+        if step.kind == "prefill":
+            lengths = [now if run is None else end for run, now, end in zip(runs, committed, step.ends, strict=True)]
+        else:
+            lengths = [now if run is None else now + len(run) for run, now in zip(runs, committed, strict=True)]
+        self.alloc.commit_batch(rows, np.array(lengths, np.int64))
+        for request, run, start, length in zip(step.requests, runs, committed, lengths, strict=True):
             request.unlearned -= 1
-            if step.kind == "prefill":
-                request.log.ran(start, end)
-                lens[request] = end
-                continue
-            start = self.alloc.committed(request.row)
-            if request in live:
-                request.discarded = 0
-                request.log.ran(start, start + self.width)
-                lens[request] = start + len(tokens[request])
-            else:
+            if run is None:
                 request.discarded += 1
                 request.log.overrun(start, start + request.discarded * self.width)
-        self.alloc.commit_batch(np.array([r.row for r in live], np.int64), np.array([lens[r] for r in live], np.int64))
-        for request in step.requests:
-            request.log.committed(self.alloc.committed(request.row))
-        for request in live:
-            self._take(request, tokens.get(request, ()))
+                continue
+            request.discarded = 0
+            if step.kind == "prefill":
+                request.log.ran(start, length)
+            else:
+                request.log.decoded(start, start + self.width, length)
+            if run:
+                request.take_outputs(run)
+                if request.ending is None:
+                    request.state = State.DECODE if request.reason is None else State.ENDED
+        self._follow(step.requests, rows)
         self._settle(step.requests)
-        return [request for request in live if request.state is State.ENDED]
+        return [r for r, run in zip(step.requests, runs, strict=True) if run is not None and r.state is State.ENDED]
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -167,15 +170,19 @@ class Lifecycle(RequestEnds):
             request.unlearned += 1
         return step
 
-    def _take(self, request: Request, run: Sequence[int]) -> None:
-        """New tokens of a request; then the cache takes what is complete, and the window moves on."""
-        if run:
-            request.take_outputs(run)
-            if request.state is not State.CLOSING:
-                request.state = State.DECODE if request.reason is None else State.ENDED
-        if request.reason is None and request.ending is None:
-            self._insert(request)
-            self._evict_window(request)
+    def _follow(self, requests: Sequence[Request], rows: I64) -> None:
+        """Where a granule was completed or the window left a page: the cache takes, then the window moves on."""
+        state, spec = self.alloc.state, self.alloc.spec
+        committed = state.committed[rows]
+        due = (committed - max(spec.window, self.width)) // spec.page_size > state.evict_cursor[rows]
+        if self.cache is not None:
+            granule = self.cache.granule
+            due |= committed // granule * granule > state.shared_cols[rows] * spec.page_size
+        for index in np.flatnonzero(due).tolist():
+            request = requests[index]
+            if request.reason is None and request.ending is None:
+                self._insert(request)
+                self._evict_window(request)
 
     def _settle(self, requests: Sequence[Request]) -> None:
         """Carry out the ends that waited for their last forward."""
@@ -206,23 +213,30 @@ class Lifecycle(RequestEnds):
                 name = next(iter(shared)).rid
                 raise OwnershipError(f"step {step.number}: step {other.number} of request {name!r} {what} first")
 
-    def _check_learn(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> None:
+    def _outcome(self, step: Step, tokens: Mapping[Request, Sequence[int]]) -> list[Sequence[int] | None]:
+        """The checked outcome of each request of the step; None where nobody wants it any more."""
         self._check_step(step)
         if not step.done:
             raise OwnershipError(f"step {step.number} is not done: its outcome cannot be known")
         self._check_order(step, self._before(step), "is to be learned")
+        runs: list[Sequence[int] | None] = []
+        low, high = 1, self.width
         for request, end in zip(step.requests, step.ends.tolist(), strict=True):
             if not _learning(request):
+                runs.append(None)
                 continue
-            count = len(tokens.get(request, ()))
-            low, high = (1, self.width) if step.kind == "decode" else (int(end == len(request)),) * 2
-            if not low <= count <= high:
-                raise InputError(f"request {request.rid!r}: {count} tokens learned, {low} to {high} are allowed")
+            run = tokens.get(request, ())
+            if step.kind == "prefill":
+                low = high = int(end == len(request))
+            if not low <= len(run) <= high:
+                raise InputError(f"request {request.rid!r}: {len(run)} tokens learned, {low} to {high} are allowed")
+            runs.append(run)
+        return runs
 
 
 def _learning(request: Request) -> bool:
     """Whether the outcome of a forward still counts for a request."""
-    return request.reason is None and request.ending in (None, "retract", "keep")
+    return request.reason is None and (request.ending is None or request.ending in ("retract", "keep"))
 
 
 def _join(parts: Sequence[OutCacheLoc]) -> OutCacheLoc:

@@ -69,20 +69,16 @@ class PrefixCache:
 
     def match(self, tokens: npt.NDArray[np.int32]) -> Match:
         """The longest usable prefix of ``tokens`` (int32). Nothing is held by it: lock before anything else happens."""
-        found, best = [], 0
         node = self.root
         for start in range(0, len(tokens) - self.granule + 1, self.granule):
             child = node.children.get(self._key(tokens, start))
             if child is None:
                 break
-            found.append(child)
             node = child
-            if self.usable(node):
-                best = len(found)
-        del found[best:]
-        self._touch(found[-1] if found else self.root)
-        last = found[-1] if found else self.root
-        return Match(last.end, *_pages(found), last, last.captured)
+        while node.parent is not None and not self.usable(node):
+            node = node.parent
+        self._touch(node)
+        return Match(node.end, *_pages(list(node.path())[::-1]), node, node.captured)
 
     def usable(self, node: Node) -> bool:
         """Whether a new request may start at the end of a node."""
@@ -130,7 +126,7 @@ class PrefixCache:
         if len(tokens) > committed:
             raise InputError(f"row {row}: {len(tokens)} tokens to insert, {committed} are committed")
         node = start = self._readers[row]
-        if start.end + self.granule > len(tokens):
+        if start.end + self.granule > len(tokens) or not (self._by_page or self._capture):
             return start.end
         shared: Node | None = None
         for end in range(start.end + self.granule, len(tokens) + 1, self.granule):

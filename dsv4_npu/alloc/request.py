@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,15 +84,15 @@ class Request:
     def __len__(self) -> int:
         return self._length
 
-    def append(self, tokens: Iterable[int] | I32) -> None:
+    def append(self, tokens: Sequence[int] | I32) -> None:
         """Append known tokens."""
-        more = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, np.int32)
-        end = self._length + len(more)
+        start = self._length
+        end = start + len(tokens)
         if end > len(self._buffer):
             grown = np.zeros(max(64, 2 * end), np.int32)
-            grown[: self._length] = self.tokens
+            grown[:start] = self._buffer[:start]
             self._buffer = grown
-        self._buffer[self._length : end] = more
+        self._buffer[start:end] = tokens
         self._length = end
 
     def cut(self, length: int) -> None:
@@ -106,6 +106,9 @@ class Request:
         Sets ``reason`` when the request has its last token. Later tokens of the run are dropped.
         """
         room = self.max_new_tokens - self.num_outputs
+        if len(run) < room and self.stop_ids.isdisjoint(run):
+            self.append(run)
+            return
         taken = list(run[:room])
         for index, token in enumerate(taken):
             if token in self.stop_ids:

@@ -125,7 +125,7 @@ class RequestEnds(RequestRows):
             self._close_row(request)
             return self._reenter(request)
         alloc.trim(row, target)
-        request.log.committed(target)
+        request.log.cut(target)
         return target
 
     def _reenter(self, request: Request) -> int:
@@ -162,7 +162,7 @@ class RequestEnds(RequestRows):
     def _keep(self, request: Request) -> None:
         valid = min(self.alloc.committed(request.row), len(request))
         self.alloc.trim(request.row, valid)
-        request.log.committed(valid)
+        request.log.cut(valid)
         self._insert(request)
         self._evict_window(request)
         request.state = State.KEPT

@@ -112,15 +112,34 @@ class Resident:
 
 
 class RingLog:
-    """What the C4 and the C128 ring hold of one request's history."""
+    """What the C4 and the C128 ring hold of one request's history.
+
+    Decodes are noted as one run and worked in when somebody asks: a verify saves all of its rows (its width is at most
+    the write pad), and each one begins where the history ended.
+    """
 
     def __init__(self, rules: RollbackRules) -> None:
         self.rules = rules
-        self.c4 = Resident(rules.c4, rules.page)
-        self.c128 = Resident(rules.c128, rules.page)
+        self._c4 = Resident(rules.c4, rules.page)
+        self._c128 = Resident(rules.c128, rules.page)
+        self._run: tuple[int, int, int] | None = None
+        self._floor = 0
+
+    @property
+    def c4(self) -> Resident:
+        """The C4 ring, up to date."""
+        self._work_in()
+        self._c4.forget(self._floor)
+        return self._c4
+
+    @property
+    def c128(self) -> Resident:
+        """The C128 ring, up to date."""
+        self._work_in()
+        return self._c128
 
     def ran(self, start: int, end: int) -> None:
-        """A batch ``[start, end)`` ran; rejected rows count, because they were saved too."""
+        """A batch ``[start, end)`` ran and all of it is history: a prefill chunk."""
         for ring in (self.c4, self.c128):
             ring.cut(start)
             rule = ring.rule
@@ -130,6 +149,10 @@ class RingLog:
                     ring.save(max(start, rule.live(tail)[0]), min(tail, saved))
             ring.save(saved, end)
 
+    def decoded(self, start: int, end: int, length: int) -> None:
+        """A verify ``[start, end)`` ran from the end of the history; ``[start, length)`` is history now."""
+        self._run = (start if self._run is None else self._run[0], end, length)
+
     def overrun(self, start: int, end: int) -> None:
         """A batch whose outcome nobody wanted may have written rows anywhere in ``[start, end)``."""
         for ring in (self.c4, self.c128):
@@ -137,15 +160,16 @@ class RingLog:
             ring.save(start, end)
             ring.cut(start)
 
-    def committed(self, length: int) -> None:
+    def cut(self, length: int) -> None:
         """The history is ``length`` positions long: what was saved behind it belongs to nobody."""
         self.c4.cut(length)
         self.c128.cut(length)
+        self._floor = min(self._floor, length)
 
     def forget(self, start: int) -> None:
         """SWA pages before ``start`` are gone, and with them the banks that they own."""
         if self.rules.c4.bank == "swa_page":
-            self.c4.forget(start)
+            self._floor = start
 
     def adopt(self, length: int) -> None:
         """A shared prefix of ``length`` positions was attached: its overlap rows are there."""
@@ -158,6 +182,16 @@ class RingLog:
     def resident(self, target: int) -> bool:
         """Whether every live row of ``target`` is in its ring."""
         return not self.rules.compressed or all(ring.holds(*ring.rule.live(target)) for ring in (self.c4, self.c128))
+
+    def _work_in(self) -> None:
+        if self._run is None:
+            return
+        start, end, length = self._run
+        self._run = None
+        for ring in (self._c4, self._c128):
+            ring.cut(start)
+            ring.save(max(start, self._floor if ring is self._c4 else 0), end)
+            ring.cut(length)
 
 
 @dataclass(frozen=True)

@@ -41,20 +41,24 @@ class History:
         self.committed = 0
         self.wrong: list[int] = []
 
-    def run(self, length: int, kept: int) -> None:
+    def run(self, length: int, kept: int, decode: bool = True) -> None:
         start = self.committed
         for sim in self.sims:
             self.wrong += sim.run(start, start + length)
             sim.commit(start + kept)
-        self.log.ran(start, start + length)
-        self.log.committed(start + kept)
+        if kept == 0:
+            self.log.overrun(start, start + length)
+        elif decode:
+            self.log.decoded(start, start + length, start + kept)
+        else:
+            self.log.ran(start, start + length)
         self.committed = start + kept
 
     def back(self, target: int) -> None:
         for sim in self.sims:
             sim.commit(target)
             sim.free_pages_from(target)
-        self.log.committed(target)
+        self.log.cut(target)
         self.committed = target
 
     def go_back(self, wanted: int, choose: Choose) -> None:
@@ -73,7 +77,7 @@ def proved(history: History, wanted: int) -> int | None:
 def play(history: History, moves: list[tuple[str, int, int]], choose: Choose = proved) -> None:
     for kind, a, b in moves:
         if kind == "prefill":
-            history.run(a, a)
+            history.run(a, a, decode=False)
         elif kind == "verify":
             width = 1 + a % history.width
             history.run(width, 1 + b % width)
@@ -119,7 +123,7 @@ def test_the_log_says_exactly_what_the_rings_hold(
 @pytest.mark.parametrize("owner", ["swa_page", "request"])
 def test_a_decode_of_any_acceptance_always_reads_its_own_rows(owner: str) -> None:
     history = History(rules_of(owner, True), True)
-    history.run(125, 125)
+    history.run(125, 125, decode=False)
     for turn in range(400):
         history.run(10, 1 + turn * 7 % 10)
     assert not history.wrong
@@ -158,7 +162,7 @@ def test_a_page_boundary_alone_proves_nothing_where_the_request_owns_the_c4_rows
 
 def test_128_aligned_targets_need_no_c128_row() -> None:
     history = History(rules_of("swa_page", True), True)
-    history.run(4996, 4996)
+    history.run(4996, 4996, decode=False)
     assert all(history.c128.resident(target) for target in range(0, 4997, 128))
     assert history.log.c128.holds(4866, 4996)
     assert not history.log.resident(4900), "rows 4864 and 4865 of a long prefill were never saved"
@@ -190,7 +194,7 @@ def test_one_further_verify_is_harmless_exactly_up_to_half_the_pad(width: int) -
                 sim.run(start, start + width)
                 log.ran(start, start + width)
                 sim.commit(start + accepted if start == seq else start)
-                log.committed(start + accepted if start == seq else start)
+                log.cut(start + accepted if start == seq else start)
             for target in range(seq + 1, seq + accepted + 1):
                 assert log.c4.holds(*rule.live(target)) == sim.resident(target)
                 broken |= not sim.resident(target)
@@ -219,7 +223,7 @@ def test_tail_saved_is_what_the_ring_then_holds(
     rules = rules_of("swa_page", speculative, tails)
     history, end = History(rules, speculative), boundary * PAGE
     if start:
-        history.run(start, start)
-    history.run(length, length)
+        history.run(start, start, decode=False)
+    history.run(length, length, decode=False)
     if start < end <= start + length:
         assert rules.tail_saved(start, start + length, end) == history.c4.resident(end)
