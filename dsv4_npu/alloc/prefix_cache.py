@@ -156,8 +156,13 @@ class PrefixCache:
     # -- evicting ------------------------------------------------------------------------------------------------
 
     @property
+    def idle(self) -> FamilyCounts:
+        """Pages of nodes without readers: what evicting them would give back, without any search."""
+        return self._idle.total
+
+    @property
     def evictable(self) -> FamilyCounts:
-        """Pages that evicting everything unread would give back."""
+        """All pages that can be given back: the idle ones, and windows that all readers of a node have passed."""
         full, swa, c128 = self._idle.total
         return FamilyCounts(full, swa + sum(node.swa for node in self._passed()), c128)
 

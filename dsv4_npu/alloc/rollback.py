@@ -82,22 +82,20 @@ class Resident:
 
     def _replace(self, start: int, end: int, bank_start: int) -> None:
         """Save ``[start, end)`` (at most a ring): drop the positions that share a slot with it in the same bank."""
-        ring = self.rule.ring
-        image_start, image_end = start, end
-        while self.spans and image_end > max(bank_start, self.spans[0][0]):
-            self._drop(max(image_start, bank_start), image_end)
-            image_start, image_end = image_start - ring, image_end - ring
-        self.cut(max(end, start))
-        self._add(start, end)
-
-    def _drop(self, start: int, end: int) -> None:
-        kept: list[list[int]] = []
+        ring, kept = self.rule.ring, []
         for low, high in self.spans:
-            if low < min(high, start):
-                kept.append([low, min(high, start)])
-            if max(low, end) < high:
-                kept.append([max(low, end), high])
+            image = start - max(0, start - high + ring) // ring * ring
+            while image + end - start > max(low, bank_start) and low < high:
+                first, last = max(image, bank_start), image + end - start
+                if last < high:
+                    kept.append([last, high])
+                high = min(high, first)
+                image -= ring
+            if low < high:
+                kept.append([low, high])
         self.spans = kept
+        self.cut(end)
+        self._add(start, end)
 
     def _add(self, start: int, end: int) -> None:
         self.spans.append([start, end])
