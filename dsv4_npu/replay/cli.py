@@ -141,13 +141,12 @@ def run(args: argparse.Namespace) -> int:
     with Progress(*columns, console=console, transient=True, disable=args.quiet) as bar:
         task = bar.add_task("replay", total=len(trace))
         outcome = replay(trace, what, args.audit, lambda over: bar.update(task, completed=over))
-    _show(console, args.trace.name, what, outcome)
     report = as_report(args.trace.name, what, outcome)
     if args.json is not None:
         _write_json(args.json, as_json(args.trace.name, what, outcome))
     if args.report is not None:
         write_report(report, args.report)
-        console.print(f"report: {args.report}")
+    _show(console, report, outcome)
     return 0 if outcome.clean else 1
 
 
@@ -155,8 +154,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def _show(console: Console, name: str, what: Deployment, outcome: Outcome) -> None:
-    report = as_report(name, what, outcome)
+def _show(console: Console, report: dict[str, Any], outcome: Outcome) -> None:
     console.print(f"[bold]{report['title']}[/bold]  {report['subtitle']}", soft_wrap=True)
     for note in report["notes"]:
         console.print(note, soft_wrap=True)

@@ -177,7 +177,7 @@ class Intake:
             for unit in (spec.page_size, spec.group_tokens)
         )
         swa = addressing.pages_for(min(policy.prefill_chunk, job.length) + spec.window, spec.page_size) + len(jobs)
-        evictable = self.life.cache.evictable if self.life.cache is not None else (0, 0, 0)
+        evictable = self.life.cache.idle if self.life.cache is not None else (0, 0, 0)
         return all(
             need <= state.free(family) + state.waiting(family) + evictable[family]
             for family, need in ((FULL, full), (SWA, swa), (C128, c128))
