@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -147,8 +146,7 @@ def test_one_request_is_served_from_the_smallest_swa_share(page: int, context: i
 
 def test_a_share_below_the_floor_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = config(9, context_len=2048)
-    lower = SimpleNamespace(pages_for=lambda tokens, page: 0, c128_columns=addressing.c128_columns)
-    monkeypatch.setattr(budget, "addressing", lower)
+    monkeypatch.setattr(budget.sizes, "request_swa_floor", lambda config: config.page)
     with pytest.raises(CapacityError, match="SWA"):
         serve_one(setting, sizes_for_tokens(setting, setting.width, 0.001))
 
