@@ -62,15 +62,29 @@ def _compiles_for_cpu_tensors() -> bool:
         return False
 
 
+def cdiv(dividend: int, divisor: int) -> int:
+    """``triton.cdiv`` for plain integers: Triton's own costs microseconds on the host."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(value: int) -> int:
+    """``triton.next_power_of_2`` for plain integers from 1 on."""
+    return 1 << (value - 1).bit_length()
+
+
 _direct = tuple(int(part) for part in triton.__version__.split(".")[:2]) in DIRECT_VERSIONS
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def specialization(
     kernel: Any, device: torch.device, args: tuple[Any, ...], constants: dict[str, Any]
-) -> tuple[Any, ...]:
-    """What a compiled kernel depends on, or more: types, the tensors' alignment, the values of specialised integers."""
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """What a compiled kernel depends on, or more, and the arguments with tensors as addresses.
+
+    It depends on types, the device and alignment of tensors, and the values of specialised integers.
+    """
     key: list[Any] = [id(kernel), device.index, *constants.items()]
+    values: list[Any] = []
     unspecialised = kernel.do_not_specialize
     for name, arg in zip(kernel.arg_names, args, strict=False):
         kind = type(arg)
@@ -79,9 +93,11 @@ def specialization(
         elif kind is float:
             key.append(kind)
         else:
-            key.append(arg.dtype)
-            key.append(arg.data_ptr() & 15)
-    return tuple(key)
+            address = arg.data_ptr()
+            key += (arg.dtype, arg.get_device(), address & 15)
+            arg = address
+        values.append(arg)
+    return tuple(key), values
 
 
 def _launch_on_cuda(
@@ -90,14 +106,15 @@ def _launch_on_cuda(
     if not _direct:
         kernel[(programs,)](*args, **constants)
         return
-    key = specialization(kernel, device, args, constants)
+    key, values = specialization(kernel, device, args, constants)
     known = _compiled.get(key)
     if known is None:
         compiled = kernel[(programs,)](*args, **constants)
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
         return
     compiled, in_order = known
-    compiled[(programs, 1, 1)](*args, *in_order)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    compiled[(programs, 1, 1)](*values, *in_order, stream=stream)
 
 
 def launch(kernel: Any, items: int, device: torch.device, *args: Any, **constants: Any) -> None:

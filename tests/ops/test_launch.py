@@ -19,8 +19,18 @@ class Kernel:
     do_not_specialize = ("n",)
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on another device."""
+
+    def get_device(self) -> int:
+        return 3
+
+
 def key(x: torch.Tensor, n: int, rows: int, scale: float, **constants: Any) -> tuple[Any, ...]:
-    result: tuple[Any, ...] = _launch.specialization(Kernel, torch.device("cuda", 0), (x, n, rows, scale), constants)
+    arguments = (x, n, rows, scale)
+    result: tuple[Any, ...]
+    result, values = _launch.specialization(Kernel, torch.device("cuda", 0), arguments, constants)
+    assert values == [x.data_ptr(), n, rows, scale]
     return result
 
 
@@ -30,6 +40,7 @@ def test_what_makes_another_kernel() -> None:
     base = key(memory[:8], 5, 16, 0.5, BLOCK=8, num_warps=4)
     assert base == key(memory[16:40], 7, 16, 1.0, BLOCK=8, num_warps=4)
     others = [
+        key(memory[:8].as_subclass(Elsewhere), 5, 16, 0.5, BLOCK=8, num_warps=4),
         key(memory[1:9], 5, 16, 0.5, BLOCK=8, num_warps=4),
         key(memory.view(torch.int32)[:8], 5, 16, 0.5, BLOCK=8, num_warps=4),
         key(memory[:8], 1 << 31, 16, 0.5, BLOCK=8, num_warps=4),
@@ -39,6 +50,14 @@ def test_what_makes_another_kernel() -> None:
         key(memory[:8], 5, 16, 0.5, BLOCK=8, num_warps=8),
     ]
     assert len({base, *others}) == 1 + len(others)
+
+
+def test_sizes_equal_triton_s() -> None:
+    triton = pytest.importorskip("triton")
+    for n in [*range(1, 70), 1023, 1024, 1025, 2**40 + 1]:
+        assert _launch.next_power_of_2(n) == triton.next_power_of_2(n)
+        for divisor in (1, 2, 7, 64):
+            assert _launch.cdiv(n, divisor) == triton.cdiv(n, divisor)
 
 
 @pytest.mark.gpu

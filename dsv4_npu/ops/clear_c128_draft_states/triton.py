@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._launch import launch, next_power_of_2
 from dsv4_npu.ops._state_words import as_words
 
 
@@ -71,6 +71,6 @@ def run(
         num_draft_tokens,
         SCORE=score,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         num_warps=8,
     )

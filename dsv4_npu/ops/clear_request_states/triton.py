@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._launch import cdiv, launch, next_power_of_2
 from dsv4_npu.ops._state_words import as_words
 
 ROWS_PER_ITEM = 16
@@ -42,7 +42,7 @@ def clear_request_states_kernel(
 def run(state: torch.Tensor, req_pool_indices: torch.Tensor, ring_size: int) -> None:
     layers, rows, width = state.shape
     words, score = as_words(state)
-    runs = triton.cdiv(ring_size, ROWS_PER_ITEM)
+    runs = cdiv(ring_size, ROWS_PER_ITEM)
     items = layers * runs * req_pool_indices.shape[0]
     launch(
         clear_request_states_kernel,
@@ -57,6 +57,6 @@ def run(state: torch.Tensor, req_pool_indices: torch.Tensor, ring_size: int) -> 
         ring_size,
         SCORE=score,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         ROWS=ROWS_PER_ITEM,
     )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._launch import launch, next_power_of_2
 from dsv4_npu.ops._row_words import as_row_words, block_width
 
 
@@ -58,7 +58,7 @@ def run(
     bs, index_width = accept_index.shape
     if bs == 0:
         return
-    rows = max(triton.next_power_of_2(index_width), 2)  # a tile of one row crashes the Ascend front end
+    rows = max(next_power_of_2(index_width), 2)  # a tile of one row crashes the Ascend front end
     if hidden_states is None or hidden_states.numel() == 0:
         hidden, row, block = predict, 0, 1
     else:

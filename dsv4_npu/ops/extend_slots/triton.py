@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._launch import launch, next_power_of_2
 
 LENGTHS_AT_ONCE = 256
 
@@ -81,7 +81,7 @@ def run(
         total,
         block_table.shape[1],
         page_size,
-        PAGE=triton.next_power_of_2(page_size),
+        PAGE=next_power_of_2(page_size),
         LENGTHS=LENGTHS_AT_ONCE,
     )
     return slots, tables

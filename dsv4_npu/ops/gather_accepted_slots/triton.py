@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._launch import launch, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["batch_size"])
@@ -55,6 +55,6 @@ def run(
         bs,
         out_cache_loc.shape[0] // max(bs, 1),
         index_width,
-        ROWS=triton.next_power_of_2(max(index_width, 1)),
+        ROWS=next_power_of_2(max(index_width, 1)),
     )
     return tgt, src

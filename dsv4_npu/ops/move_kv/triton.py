@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._launch import cdiv, launch, next_power_of_2
 from dsv4_npu.ops._row_words import MOST_ROWS, as_row_words, block_width
 
 SCRATCH_GROUP = 16
@@ -58,9 +58,9 @@ def copy_rows(
 ) -> None:
     """One launch over [layers, slots, words] slabs; each run of ``group_size`` pairs is read before it is written."""
     count = tgt.numel()
-    groups = triton.cdiv(count, group_size)
+    groups = cdiv(count, group_size)
     layers, row = source.shape[0], source.shape[2]
-    padded = max(triton.next_power_of_2(group_size), 2)  # a tile of one row crashes the Ascend front end
+    padded = max(next_power_of_2(group_size), 2)  # a tile of one row crashes the Ascend front end
     block = block_width(row, padded)
     blocks = row // block
     items = layers * blocks * groups
