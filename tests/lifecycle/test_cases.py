@@ -17,7 +17,8 @@ from dsv4_npu.alloc.state import C128, FULL, SWA
 from dsv4_npu.errors import CapacityError, OwnershipError
 from tests.lifecycle.device import WrongReadError
 from tests.lifecycle.engine import decode, initial, life_of, prefill, turn
-from tests.lifecycle.world import Shape, Truth, World, oracle
+from tests.lifecycle.truth import Shape, Truth, oracle
+from tests.lifecycle.world import World
 
 GROUP = 2048
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from dsv4_npu.alloc import compiled_ledger_available
-from tests.lifecycle.world import Shape, World
+from tests.lifecycle.truth import Shape
+from tests.lifecycle.world import World
 
 SHAPES = st.builds(
     Shape,

@@ -19,7 +19,8 @@ from dsv4_npu.alloc.rollback import RingLog, RollbackRules
 from dsv4_npu.alloc.state import C128, FULL, SWA, TAKEN
 from dsv4_npu.errors import AuditError, CapacityError, OwnershipError
 from tests.lifecycle.device import WrongReadError
-from tests.lifecycle.world import Shape, Truth, World
+from tests.lifecycle.truth import Shape, Truth
+from tests.lifecycle.world import World
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MUTATIONS: dict[str, tuple[Patch, Shape]] = {}

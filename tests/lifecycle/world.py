@@ -3,72 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from dsv4_npu.alloc import AllocSpec, KVAllocator
 from dsv4_npu.alloc.lifecycle import Lifecycle
 from dsv4_npu.alloc.prefix_cache import PrefixCache
 from dsv4_npu.alloc.request import Request, State, Step
 from dsv4_npu.alloc.rollback import RollbackRules
-from dsv4_npu.alloc.state import C128, FREE, FULL, QUARANTINED, ROW, SWA
+from dsv4_npu.alloc.state import C128, FULL, ROW, SWA
 from dsv4_npu.errors import CapacityError
-from tests.lifecycle.device import TagDevice, chain, next_token
+from tests.lifecycle.checks import Checks
+from tests.lifecycle.device import VOCABULARY, TagDevice, chain, next_token
+from tests.lifecycle.truth import Shape, Truth, oracle
 
 STOP = 5
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a world."""
-
-    owner: str = "swa_page"
-    c128_page: int = 1
-    width: int = 4
-    full: int = 40
-    swa: int = 26
-    c128: int = 40
-    rows: int = 4
-    row_width: int = 1024
-    capture: bool = True
-    cache: bool = True
-    backend: str = "python"
-
-
-@dataclass
-class Truth:
-    """What the device knows of a request: all tokens, their tags, and the next position."""
-
-    tokens: list[int]
-    tags: list[int] = field(default_factory=list)
-    length: int = 0
-    done: bool = False
-    results: dict[int, list[int]] = field(default_factory=dict)
-
-    def tag_array(self, tokens: list[int]) -> np.ndarray:
-        """Tags of ``tokens``, which begin like the known ones as far as these are valid."""
-        tags = self.tags
-        for token in tokens[len(tags) :]:
-            tags.append(chain(tags[-1] if tags else 1, token))
-        return np.array(tags[: len(tokens)], np.int64)
-
-
-def oracle(prompt: list[int], limit: int, stops: frozenset[int]) -> list[int]:
-    """What plain decoding gives."""
-    tag = 1
-    for token in prompt:
-        tag = chain(tag, token)
-    out: list[int] = []
-    while len(out) < limit:
-        out.append(next_token(tag))
-        if out[-1] in stops:
-            break
-        tag = chain(tag, out[-1])
-    return out
-
-
-class World:
+class World(Checks):
     """The engine. Every operation takes ``draw(n)``, an integer in ``[0, n)``, and returns whether it did something."""
 
     def __init__(self, shape: Shape) -> None:
@@ -101,10 +51,10 @@ class World:
 
     def prompt(self, draw: Callable[[int], int]) -> list[int]:
         base = draw(3)
-        shared = [(i * (base + 3)) % VOCAB for i in range((0, 60, 128, 256, 300, 384, 512)[draw(7)])]
+        shared = [(i * (base + 3)) % VOCABULARY for i in range((0, 60, 128, 256, 300, 384, 512)[draw(7)])]
         if shared and draw(3) == 0:
             return shared
-        return shared + [draw(VOCAB) for _ in range(1 + draw(5))] + [base] * draw(130)
+        return shared + [draw(VOCABULARY) for _ in range(1 + draw(5))] + [base] * draw(130)
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -197,7 +147,7 @@ class World:
         for _ in range(right + 1):
             run.append(next_token(tag))
             tag = chain(tag, run[-1])
-        guesses = run[:right] + [(token + 1) % VOCAB for token in run[right:]] + [1] * width
+        guesses = run[:right] + [(token + 1) % VOCABULARY for token in run[right:]] + [1] * width
         drafted = truth.tokens + guesses[: width - 1]
         known, keep = len(truth.tags), start + right + 1
         tags = truth.tag_array(drafted)
@@ -308,7 +258,7 @@ class World:
         if session is None:
             return False
         kept = len(session) if draw(3) else draw(len(session) + 1)
-        more = [draw(VOCAB) for _ in range(1 + draw(40))]
+        more = [draw(VOCABULARY) for _ in range(1 + draw(40))]
         row = session.row
         try:
             position = self.life.resume(session, more, 1 + draw(30), keep=kept)
@@ -368,71 +318,6 @@ class World:
         self.check()
         return did
 
-    # -- checks --------------------------------------------------------------------------------------------------
-
-    def flush(self) -> None:
-        self.alloc.flush()
-
-    def _used(self) -> tuple[set[int], ...]:
-        """Per family, pages (rows) that are neither free nor waiting."""
-        state = self.alloc.state
-        return tuple(
-            set(np.flatnonzero((state.page_state[f] != FREE) & (state.page_state[f] != QUARANTINED)).tolist())
-            for f in (FULL, SWA, C128, ROW)
-        )
-
-    def _tables(self) -> tuple[bytes, ...]:
-        state = self.alloc.state
-        return state.block_table.tobytes(), state.c128_table.tobytes(), state.full_to_swa.tobytes()
-
-    def _reads(self, step: Step) -> tuple[set[int], set[int], set[int], set[int]]:
-        """What a forward that starts now may touch."""
-        state, rows = self.alloc.state, [int(row) for row in step.rows if row]
-        full = set(state.block_table[rows].ravel().tolist())
-        swa = set(state.full_to_swa[sorted(full)].tolist())
-        return full - {0}, swa - {0}, set(state.c128_table[rows].ravel().tolist()) - {0}, set(rows)
-
-    def check(self) -> None:
-        now = self._used()
-        for family in range(4):
-            fresh = now[family] - self.previous[family]
-            for number, reads in self.in_flight.items():
-                step = next(s for s in self.steps if s.number == number)
-                if family == 3 or not step.done:
-                    both = fresh & reads[family]
-                    assert not both, f"family {family}: {both} given out while step {number} may use them"
-        self.previous = now
-        self.alloc.audit()
-        self.check_requests()
-        if self.cache is not None:
-            self.check_cache(self.cache)
-
-    def check_requests(self) -> None:
-        spec, state = self.alloc.spec, self.alloc.state
-        for request in self.live:
-            if not request.row:
-                continue
-            committed, allocated = self.alloc.committed(request.row), self.alloc.allocated(request.row)
-            assert 0 <= committed <= allocated <= spec.row_width
-            if request.state is State.DECODE:
-                assert len(request) == committed + 1
-            cursor = int(state.evict_cursor[request.row]) * spec.page_size
-            assert cursor <= max(0, committed - max(spec.window, spec.verify_width)) // spec.page_size * spec.page_size
-            assert self.alloc.shared(request.row) == (self.cache.shared_end(request.row) if self.cache else 0)
-
-    def check_cache(self, cache: PrefixCache) -> None:
-        nodes = cache.walk()
-        assert len(nodes) == cache.nodes
-        readers = [cache._readers[r.row] for r in self.live if r.row]
-        assert len(readers) == len(cache._readers)
-        totals = [0, 0, 0]
-        for node in nodes:
-            assert node.locks == sum(node in list(reader.path()) for reader in readers)
-            assert node.swa == np.count_nonzero(self.alloc.state.full_to_swa[node.full_pages])
-            if not node.locks:
-                totals = [a + b for a, b in zip(totals, node.counts(), strict=True)]
-        assert tuple(totals) == tuple(cache._idle.total)
-
     def shut_down(self) -> None:
         """Everything ends, and every pool is back at its initial count."""
 
@@ -452,6 +337,3 @@ class World:
         for family in (FULL, SWA, C128, ROW):
             assert self.alloc.state.free(family) == self.alloc.state.total(family)
         assert not self.alloc.state.tables.any()
-
-
-VOCAB = 23
