@@ -200,7 +200,8 @@ class World(Checks):
         tokens = {r: self.truth[r].results.pop(step.number) for r in step.requests}
         self.in_flight.pop(step.number)
         ended = self.life.learn(step, tokens)
-        assert closing.isdisjoint(r for r in ended if r.ending != "retract") or ended
+        assert closing.isdisjoint(ended)
+        assert all(request.state is State.ENDED for request in ended)
         self.sweep()
         return True
 
