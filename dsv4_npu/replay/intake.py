@@ -16,6 +16,7 @@ from dsv4_npu.alloc.lifecycle import Lifecycle
 from dsv4_npu.alloc.request import Request, State
 from dsv4_npu.alloc.state import C128, FULL, ROW, SWA
 from dsv4_npu.errors import CapacityError
+from dsv4_npu.replay.acceptance import SimulatedAcceptance
 from dsv4_npu.replay.jobs import Job
 from dsv4_npu.replay.stats import Counters
 from dsv4_npu.replay.trace import prompt_tokens
@@ -48,8 +49,10 @@ class Intake:
     request that was not served, by trace index.
     """
 
-    def __init__(self, life: Lifecycle, jobs: Sequence[Job], policy: Policy, vocab: int) -> None:
-        self.life, self.alloc, self.policy, self.vocab = life, life.alloc, policy, vocab
+    def __init__(
+        self, life: Lifecycle, jobs: Sequence[Job], acceptance: SimulatedAcceptance, policy: Policy, vocab: int
+    ) -> None:
+        self.life, self.alloc, self.acceptance, self.policy, self.vocab = life, life.alloc, acceptance, policy, vocab
         self.coming = deque(jobs)
         self.running: list[Job] = []
         self.kept: dict[Job, None] = {}
@@ -58,7 +61,6 @@ class Intake:
         self.clock = 0.0
         self._waiting: list[tuple[int, Job]] = []
         self._job_of: dict[Request, Job] = {}
-        self._index_of_row = np.zeros(life.alloc.spec.request_rows + 1, np.int64)
         self._closed_door = False
         life.on_clear = self._cleared
 
@@ -196,12 +198,11 @@ class Intake:
         if request.state is State.QUEUED:
             self.queue(job)
             return
-        self._index_of_row[request.row] = job.trace.index
         self.running.append(job)
 
     def _begin(self, job: Job) -> Request:
         counters, session, before = self.counters, self._session(job), job.before
-        job.draw_outputs(self.vocab, self.life.width)
+        job.draw(self.acceptance, self.vocab)
         prompt = prompt_tokens(job.trace, self.vocab)
         counters.prompt_tokens += len(prompt)
         if session is None or before is None:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from dsv4_npu.alloc.request import Request
+from dsv4_npu.replay.acceptance import SimulatedAcceptance
 from dsv4_npu.replay.trace import BLOCK, TraceRequest, output_tokens
 
 Sessions = Literal["off", "field", "infer"]
@@ -22,7 +23,7 @@ class Job:
 
     ``before``, ``after``: the previous and the next turn of its session. ``request``: its life in the allocator; turns
     of a session share one. ``over``: it was served or refused. ``outputs``: the token ids that it will produce, with a
-    margin for runs that overshoot.
+    margin for runs that overshoot; ``accepts``: the accepted length of a verify that follows that many outputs.
     """
 
     trace: TraceRequest
@@ -32,6 +33,7 @@ class Job:
     arrived: bool = False
     over: bool = False
     outputs: list[int] = field(default_factory=list, repr=False)
+    accepts: list[int] = field(default_factory=list, repr=False)
 
     @property
     def length(self) -> int:
@@ -43,9 +45,12 @@ class Job:
         """Tokens that it may still produce."""
         return self.trace.output_length - (0 if self.request is None else self.request.num_outputs)
 
-    def draw_outputs(self, vocab: int, margin: int) -> None:
-        """Fix the tokens that the request will produce."""
-        self.outputs = output_tokens(self.trace, 0, self.trace.output_length + margin, vocab).tolist()
+    def draw(self, acceptance: SimulatedAcceptance, vocab: int) -> None:
+        """Fix the tokens that the request will produce, and what each verify accepts of them."""
+        count = self.trace.output_length
+        self.outputs = output_tokens(self.trace, 0, count + acceptance.width, vocab).tolist()
+        positions = self.trace.input_length + np.arange(count)
+        self.accepts = acceptance.lengths(np.full(count, self.trace.index), positions).tolist()
 
     def shared_with(self, earlier: Job) -> int:
         """Leading tokens of the prompt that are those of an earlier prompt; at least one token is left to compute."""

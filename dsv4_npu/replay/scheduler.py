@@ -22,8 +22,7 @@ class Scheduler(Intake):
     def __init__(
         self, life: Lifecycle, jobs: Sequence[Job], acceptance: SimulatedAcceptance, policy: Policy, vocab: int
     ) -> None:
-        super().__init__(life, jobs, policy, vocab)
-        self.acceptance = acceptance
+        super().__init__(life, jobs, acceptance, policy, vocab)
         self._outstanding: list[Step] = []
 
     @property
@@ -57,7 +56,8 @@ class Scheduler(Intake):
     def _decode(self) -> Step | None:
         """Launch a decode of every request that can."""
         while True:
-            batch = [request for _, request in self._in_state(State.DECODE)]
+            owned = [job.request for job in self.running]
+            batch = [request for request in owned if request is not None and request.state is State.DECODE]
             if not batch:
                 return None
             try:
@@ -96,7 +96,10 @@ class Scheduler(Intake):
 
     def _chunks(self, budget: int) -> list[tuple[Request, int]]:
         chunks = []
-        for _, request in sorted(self._in_state(State.PREFILL), key=lambda pair: pair[0]):
+        filling = [job for job in self.running if job.request is not None and job.request.state is State.PREFILL]
+        for job in sorted(filling, key=lambda one: one.trace.index):
+            request = job.request
+            assert request is not None
             if request.planned >= len(request):
                 continue
             if budget < 1:
@@ -105,14 +108,6 @@ class Scheduler(Intake):
             budget -= end - request.planned
             chunks.append((request, end))
         return chunks
-
-    def _in_state(self, state: State) -> list[tuple[int, Request]]:
-        """Running requests in a state, with their place in the trace."""
-        return [
-            (job.trace.index, job.request)
-            for job in self.running
-            if job.request is not None and job.request.state is state
-        ]
 
     def _launch(self, step: Step) -> None:
         self.counters.cleared_swa_pages += len(self.alloc.drain_freed_swa())
@@ -162,13 +157,12 @@ class Scheduler(Intake):
                 self._ended(self._job_of[request], request)
 
     def _accepted(self, step: Step) -> dict[Request, list[int]]:
-        lens = self.acceptance.lengths(self._index_of_row[step.rows], self.alloc.state.committed[step.rows]).tolist()
         tokens, counted = {}, []
-        for request, length in zip(step.requests, lens, strict=True):
+        for request in step.requests:
             if request.reason is None:
-                done = request.num_outputs
-                tokens[request] = self._job_of[request].outputs[done : done + length]
-                counted.append(length)
+                job, done = self._job_of[request], request.num_outputs
+                tokens[request] = run = job.outputs[done : done + job.accepts[done]]
+                counted.append(len(run))
         self.counters.accepted(counted)
         return tokens
 
@@ -184,6 +178,7 @@ class Scheduler(Intake):
     def _ended(self, job: Job, request: Request) -> None:
         job.over = True
         self.counters.served += 1
+        job.outputs, job.accepts = [], []
         self.leave(job)
         del self._job_of[request]
         if job.after is not None and not job.after.over:

@@ -65,7 +65,7 @@ class Samples:
     the interval doubles, so that they stay evenly spread whatever the length of the run.
     """
 
-    def __init__(self, allocator: KVAllocator, most: int = 800, most_maps: int = 32) -> None:
+    def __init__(self, allocator: KVAllocator, most: int = 500, most_maps: int = 32) -> None:
         self.families = FamilySeries(allocator, unit="round")
         self.lines: dict[str, list[float]] = {}
         self.maps: list[dict[str, Any]] = []
