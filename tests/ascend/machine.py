@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .cpu_object import CpuObject, element_count
-from .lowering import element_loops, lower
+from .lowering import lower
 from .toolchain import TARGETS, Target, ToolError
 
 GUARD = 4096
@@ -72,10 +72,6 @@ class Specialization:
         pointers = [name for name, kind in self.types.items() if kind.startswith("*")]
         marks = re.findall(r"%arg\d+: memref<[^>]*>( \{[^}]*\})?", self.ir(TARGETS[0]).split(") attributes")[0])[2:]
         return {name for name, mark in zip(pointers, marks, strict=True) if re.search(r"tensor_kind = [12]", mark)}
-
-    def element_loops(self) -> int:
-        """How many loops of the IR load or store single elements, one after another: correct, and slow on an NPU."""
-        return max(element_loops(self.ir(target)) for target in (TARGETS[0], TARGETS[-1]))
 
     def cpu(self, target: Target) -> CpuObject:
         text = self.ir(target)

@@ -15,7 +15,7 @@ import torch
 
 from . import keys
 from .case import Case, equal
-from .lowering import schedule
+from .lowering import element_loops, schedule
 from .machine import Machine, Specialization, active
 from .schedule import orders_aliases, read
 from .toolchain import TARGETS, ToolError
@@ -79,11 +79,12 @@ def _run(case: Case, machine: Machine) -> str | None:
 
 
 def _compile(kernel: Specialization) -> tuple[dict[str, Any], list[str]]:
-    targets, problems = {}, []
+    targets, problems, loops = {}, [], 0
     for target in TARGETS:
         try:
             scheduled = schedule(kernel.ir(target), target, kernel.folder / target.platform)
             targets[target.platform] = dataclasses.asdict(read(scheduled, target))
+            loops = max(loops, element_loops(kernel.ir(target)))
             if kernel.aliased and not orders_aliases(scheduled):
                 shared = ", ".join(sorted(kernel.aliased))
                 raise ToolError(f"{shared} share a tensor, and no tl.debug_barrier() orders loads before stores")
@@ -97,7 +98,7 @@ def _compile(kernel: Specialization) -> tuple[dict[str, Any], list[str]]:
         "types": kernel.types,
         "constants": {name: _plain(value) for name, value in kernel.constants.items()},
         "aliased": sorted(kernel.aliased),
-        "element_loops": kernel.element_loops(),
+        "element_loops": loops,
         "targets": targets,
     }
     return row, problems
