@@ -1,18 +1,137 @@
-"""What the sampling kernels share: a draw from a long row of weights by an inverse CDF in two launches.
+"""What the sampling kernels share: a draw from a long row of weights by an inverse CDF.
 
-The first launch sums the weights block by block, the second finds the block that the coin falls into and scans that
-block alone, so a row is read once and a small part of it twice. The sums are added in a fixed order: equal inputs give
-equal tokens. Without mass in the residual a draw falls back to the target row, so both rows' sums are kept.
+The row is summed block by block; then the block that the coin falls into is found, and it alone is read a second time
+to find the token. The order of additions is fixed: equal inputs give equal tokens.
+
+On a GPU several programs share a row: each leaves the masses of its blocks in memory, and the one that arrives last
+draws. Elsewhere one program does the whole row, because Ascend's cores do not see each other's writes within a launch.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # weights per block: 16 KiB of float32, a few of which fit in any unified buffer
-WARPS = 8
+
+@dataclass(frozen=True)
+class Tiling:
+    """How many weights a program takes at once, with how many warps, and whether it asks for the next block early."""
+
+    block: int
+    warps: int
+    ahead: bool
+
+
+# Elsewhere a block and its double buffers, which Ascend's compiler adds by itself, have to fit into 192 KiB of unified
+# memory.
+GPU_TILING = Tiling(2048, 4, ahead=True)
+TILING = Tiling(4096, 8, ahead=False)
+GPU_PROGRAMS_PER_PROCESSOR = 4
+
+
+def tiling(device: torch.device) -> Tiling:
+    return GPU_TILING if device.type == "cuda" else TILING
+
+
+@functools.cache
+def _gpu_programs(index: int | None) -> int:
+    return GPU_PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def programs_per_row(batch: int, blocks: int, device: torch.device) -> int:
+    """How many programs share a row: enough to keep a GPU busy, elsewhere one."""
+    if device.type != "cuda":
+        return 1
+    return max(1, min(blocks, _gpu_programs(device.index) // batch))
+
+
+POOL = 2**18
+_pools: list[torch.Tensor] = []  # kept for ever: a captured graph holds addresses, not references
+_taken = POOL
+_by_stream: dict[tuple[int | None, int], torch.Tensor] = {}
+
+
+def _take(count: int, device: torch.device) -> torch.Tensor:
+    global _taken
+    if not _pools or _pools[-1].device != device or _taken + count > POOL:
+        if torch.cuda.is_current_stream_capturing() or count > POOL:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        _pools.append(torch.zeros(POOL, dtype=torch.int32, device=device))
+        _taken = 0
+    _taken += count
+    return _pools[-1][_taken - count : _taken]
+
+
+def arrivals(batch: int, device: torch.device) -> torch.Tensor:
+    """One zero per request to count the programs that are done with its row; the last one leaves a zero again.
+
+    Calls on one stream follow each other and share their counters. Each call in a captured graph gets its own, for the
+    graph may be replayed on any stream.
+    """
+    if device.type != "cuda":
+        return torch.zeros(batch, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        return _take(batch, device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    known = _by_stream.get(key)
+    if known is None or known.shape[0] < batch:
+        known = _by_stream[key] = _take(max(1024, triton.next_power_of_2(batch)), device)
+    return known
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the rows of one launch are shared out: programs per row, where they leave masses and where they count."""
+
+    parts: int
+    masses: torch.Tensor
+    counters: torch.Tensor
+    constants: dict[str, int]
+
+
+def share(batch: int, vocab: int, device: torch.device, unused: torch.Tensor) -> Sharing:
+    """The sharing of a launch; ``unused`` stands in for memory that a program alone with its row does not touch."""
+    tile = tiling(device)
+    blocks = triton.cdiv(vocab, tile.block)
+    width = triton.next_power_of_2(blocks)
+    parts = programs_per_row(batch, blocks, device)
+    constants = {
+        "SHARED": parts > 1,
+        "BLOCKS": width,
+        "BLOCK": tile.block,
+        "AHEAD": tile.ahead,
+        "num_warps": tile.warps,
+    }
+    if parts == 1:
+        return Sharing(1, unused, unused, constants)
+    masses = torch.empty(batch * width, dtype=torch.float32, device=device)
+    return Sharing(parts, masses, arrivals(batch, device), constants)
+
+
+@triton.jit
+def last_to_arrive(masses, counters, request, parts, mass, start, end, BLOCKS: tl.constexpr):
+    """Leave the masses of blocks ``start`` to ``end``; 1 for the program that finds all others of its row done."""
+    n = tl.arange(0, BLOCKS)
+    tl.store(masses + request * BLOCKS + n, mass, mask=(n >= start) & (n < end))
+    tl.debug_barrier()
+    before = tl.atomic_add(counters + request, 1, sem="release")
+    last = tl.where(before == parts - 1, 1, 0)
+    if last > 0:
+        tl.store(counters + request, 0)
+    return last
+
+
+@triton.jit
+def all_masses(masses, request, blocks, BLOCKS: tl.constexpr):
+    """The masses that all programs of a row have left, past any stale cache."""
+    tl.debug_barrier()
+    n = tl.arange(0, BLOCKS)
+    return tl.load(masses + request * BLOCKS + n, mask=n < blocks, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -22,28 +141,26 @@ def positive(row):
 
 
 @triton.jit
-def pick_block(sums, blocks, coin, BLOCKS: tl.constexpr):
-    """The total of a row, the block that ``coin`` falls into (-1: no mass) and what is left of the coin's mass there.
+def pick_block(mass, coin, BLOCKS: tl.constexpr):
+    """The block that ``coin`` falls into (-1: no mass) and what is left of the coin's mass there.
 
     A coin at or beyond the last step falls into the last block with mass.
     """
     i = tl.arange(0, BLOCKS)
-    mass = tl.load(sums + i, mask=i < blocks, other=0.0)
     steps = tl.cumsum(mass, 0)
-    total = tl.max(steps, 0)
-    target = coin * total
+    target = coin * tl.max(steps, 0)
     first = tl.min(tl.where((steps > target) & (mass > 0), i, BLOCKS), 0)
     last = tl.max(tl.where(mass > 0, i, -1), 0)
     block = tl.where(first < BLOCKS, first, last)
     before = tl.max(tl.where((i < block) & (mass > 0), steps, 0.0), 0)
-    return total, block, target - before
+    return block, target - before
 
 
 @triton.jit
-def pick_token(weights, column, rest):
+def pick_token(weight, column, rest):
     """The first column whose cumulated weight exceeds ``rest``, else the last of positive weight, else -1."""
-    steps = tl.cumsum(weights, 0)
+    steps = tl.cumsum(weight, 0)
     beyond = 2147483647
-    first = tl.min(tl.where((steps > rest) & (weights > 0), column, beyond), 0)
-    last = tl.max(tl.where(weights > 0, column, -1), 0)
+    first = tl.min(tl.where((steps > rest) & (weight > 0), column, beyond), 0)
+    last = tl.max(tl.where(weight > 0, column, -1), 0)
     return tl.where(first < beyond, first, last)

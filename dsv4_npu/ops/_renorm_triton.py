@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._draw_triton import BLOCK, WARPS, positive
+from dsv4_npu.ops._draw_triton import positive, tiling
 from dsv4_npu.ops._launch import launch
 
 SMALLEST = tl.constexpr(1.1754944e-38)
@@ -20,11 +20,7 @@ SMALLEST = tl.constexpr(1.1754944e-38)
 @triton.jit
 def portion(weight, kept, BY_MASS: tl.constexpr):
     """What the ``kept`` lanes count for: their mass, or 1 each."""
-    if BY_MASS:
-        counted = tl.where(kept, weight, 0.0)
-    else:
-        counted = tl.where(kept, 1, 0)
-    return counted
+    return tl.where(kept, weight, 0.0) if BY_MASS else tl.where(kept, 1, 0)
 
 
 @triton.jit
@@ -116,6 +112,7 @@ def renorm(probs: torch.Tensor, limits: torch.Tensor, by_mass: bool) -> torch.Te
     """``limits`` [bs]: the number of tokens to keep, or with ``by_mass`` the mass that the kept ones reach."""
     batch, vocab = probs.shape
     out = torch.empty_like(probs)
+    tile = tiling(probs.device)
     launch(
         renorm_kernel,
         batch,
@@ -126,7 +123,7 @@ def renorm(probs: torch.Tensor, limits: torch.Tensor, by_mass: bool) -> torch.Te
         batch,
         vocab,
         BY_MASS=by_mass,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+        BLOCK=tile.block,
+        num_warps=tile.warps,
     )
     return out

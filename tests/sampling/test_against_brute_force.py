@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from brute_force import JUDGES
@@ -70,3 +72,22 @@ def test_inputs_are_not_written(op: str, target: Target) -> None:
     run(target, op, batch)
     after = [x for x in batch.inputs(op) if isinstance(x, torch.Tensor)]
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("op", ["chain_speculative_sampling", "tree_speculative_sampling_target_only"])
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_programs_share_a_row(op: str, parts: int, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many programs sum a row, and wherever their blocks end, the draw is the same."""
+    if target.kind not in ("interpreter", "cuda"):
+        pytest.skip("only Triton kernels share rows")
+    from dsv4_npu.ops import _draw_triton
+
+    small = _draw_triton.Tiling(64, 1, ahead=parts % 2 == 1)
+    monkeypatch.setattr(_draw_triton, "tiling", lambda device: small)
+    monkeypatch.setattr(_draw_triton, "programs_per_row", lambda batch, blocks, device: min(parts, blocks))
+    for seed, vocab in enumerate((1, 64, 65, 300)):
+        batch = random_batch(seed, 3, 3, 3, vocab, exact=seed % 2 == 0)
+        for last in (batch.last_coins, torch.ones(3)):
+            for coins in (batch.coins, torch.ones(3, 3)):
+                tried = replace(batch, last_coins=last, coins=coins)
+                JUDGES[op](tried, run(target, op, tried))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import check_at_least, check_tensor
+from dsv4_npu.ops._checks import check_at_least, check_tensor, remembered
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops._verify_checks import (
     PROBABILITY,
@@ -41,6 +41,7 @@ def _meta(
 OP = register("chain_speculative_sampling", SCHEMA, ref=ref.chain_speculative_sampling, meta=_meta)
 
 
+@remembered
 def check(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,

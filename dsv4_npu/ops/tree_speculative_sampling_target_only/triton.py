@@ -1,8 +1,6 @@
-"""Two launches: walk the tree and sum the final row by blocks, then draw from one block.
+"""One launch: walk the tree (single elements), sum the blocks of the last accepted node's row, draw.
 
-Every program of the first launch walks its request's tree for itself (a few single elements), so it knows which row to
-sum without waiting for another program. Programs own consecutive (request, block) pieces. Only the target's row of the
-last accepted node is read whole, once; the mass of that node's rejected children is left out on the way.
+That row is read once, and one block of it a second time, without the mass of the node's rejected children.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -12,15 +10,22 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._draw_triton import BLOCK, WARPS, pick_block, pick_token, positive
+from dsv4_npu.ops._draw_triton import all_masses, last_to_arrive, pick_block, pick_token, positive, share
 from dsv4_npu.ops._launch import launch
 from dsv4_npu.ops.tree_speculative_sampling_target_only.ref import MIN_THRESHOLD_ACC
 
 
 @triton.jit
-def without_children(weight, column, candidates, next_token, next_sibling, parent, drafts, vocab):
-    """``weight`` with the tokens of ``parent``'s children set to 0. The pointers are those of one request."""
-    node = tl.load(next_token + parent)
+def load_block(row, start, vocab, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    return tl.load(row + start + i, mask=i < vocab - start, other=0.0)
+
+
+@triton.jit
+def as_weight(p, column, candidates, next_sibling, first_child, drafts, vocab):
+    """``p`` as weights, those of the tokens of ``first_child`` and its later siblings 0. Pointers of one request."""
+    weight = positive(p)
+    node = first_child
     seen = 0
     while (node >= 0) & (node < drafts) & (seen < drafts):
         token = tl.load(candidates + node)
@@ -31,8 +36,97 @@ def without_children(weight, column, candidates, next_token, next_sibling, paren
     return weight
 
 
-@triton.jit(do_not_specialize=["pieces", "blocks", "residual_sums", "drafts", "width", "coins"])
-def tree_judge_kernel(
+@triton.jit
+def block_masses(
+    row,
+    candidates,
+    next_sibling,
+    first_child,
+    drafts,
+    start,
+    end,
+    vocab,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    n = tl.arange(0, BLOCKS)
+    i = tl.arange(0, BLOCK)
+    mass = tl.zeros([BLOCKS], tl.float32)
+    if AHEAD:
+        following = load_block(row, start * BLOCK, vocab, BLOCK)
+    for block in range(start, end):
+        if AHEAD:
+            p = following
+            # Beyond the last block nothing is read: the limit is the part's end.
+            following = load_block(row, (block + 1) * BLOCK, tl.minimum(end * BLOCK, vocab), BLOCK)
+        else:
+            p = load_block(row, block * BLOCK, vocab, BLOCK)
+        weight = as_weight(p, block * BLOCK + i, candidates, next_sibling, first_child, drafts, vocab)
+        mass = tl.where(n == block, tl.sum(weight, 0), mass)
+    return mass
+
+
+@triton.jit
+def draw_child(row, candidates, next_sibling, first_child, drafts, vocab, goal):
+    """A draw among the tokens of ``first_child`` and its later siblings, in token order; -1 if none has mass."""
+    drawn = tl.full([], -1, tl.int64)
+    reached = 0.0
+    more = 1
+    while more > 0:
+        following = vocab + drawn - drawn
+        mass = 0.0
+        node = first_child
+        seen = 0
+        while (node >= 0) & (node < drafts) & (seen < drafts):
+            token = tl.load(candidates + node)
+            is_draft = (token >= 0) & (token < vocab)
+            p = positive(tl.load(row + tl.where(is_draft, token, 0)))
+            nearer = is_draft & (p > 0) & (token > drawn) & (token < following)
+            following = tl.where(nearer, token, following)
+            mass = tl.where(nearer, p, mass)
+            node = tl.load(next_sibling + node)
+            seen += 1
+        more = tl.where((following < vocab) & (reached <= goal), 1, 0)
+        drawn = tl.where(more > 0, following, drawn)
+        reached += mass
+    return drawn.to(tl.int32)
+
+
+@triton.jit
+def finish(
+    predicts,
+    candidates,
+    next_sibling,
+    target_row,
+    mass,
+    last_coin,
+    row,
+    rejected,
+    first_child,
+    removed,
+    reached,
+    drafts,
+    vocab,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Draw from the row."""
+    block, rest = pick_block(mass, last_coin, BLOCKS)
+    start = tl.maximum(block, 0) * BLOCK
+    column = start + tl.arange(0, BLOCK)
+    p = load_block(target_row, start, vocab, BLOCK)
+    weight = as_weight(p, column, candidates, next_sibling, removed, drafts, vocab)
+    drawn = pick_token(weight, column, rest)
+    if (drawn < 0) & (rejected > 0):
+        # The rejected children hold all mass: the target's own row is sampled, which is theirs.
+        goal = last_coin * reached
+        drawn = draw_child(target_row, candidates, next_sibling, first_child, drafts, vocab, goal)
+    tl.store(predicts + row, drawn)
+
+
+@triton.jit(do_not_specialize=["pieces", "parts", "drafts", "width", "coins"])
+def tree_speculative_sampling_kernel(
     predicts,
     accept_index,
     accept_token_num,
@@ -41,39 +135,48 @@ def tree_judge_kernel(
     retrieve_next_token,
     retrieve_next_sibling,
     uniform_samples,
+    final_samples,
     target_probs,
-    last_nodes,
-    sums,
+    masses,
+    counters,
     threshold_single,
     threshold_acc,
     pieces,
-    blocks,
-    residual_sums,
+    parts,
     drafts,
     width,
     coins,
     vocab,
     NODES: tl.constexpr,
     WIDTH: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    share = tl.cdiv(pieces, tl.num_programs(0))
-    first_piece = tl.program_id(0) * share
-    end_piece = tl.minimum(first_piece + share, pieces)
-    for batch in range(first_piece // blocks, tl.cdiv(end_piece, blocks)):
-        nodes = batch * drafts.to(tl.int64)
-        start = tl.maximum(first_piece - batch * blocks, 0)
-        end = tl.minimum(end_piece - batch * blocks, blocks)
-
-        lane = tl.arange(0, NODES)
+    lane = tl.arange(0, NODES)
+    place = tl.arange(0, WIDTH)
+    blocks = tl.cdiv(vocab, BLOCK)
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        request = piece // parts
+        part = piece - request * parts
+        nodes = request * drafts.to(tl.int64)
+        coin_row = uniform_samples + request * coins.to(tl.int64)
+        last_coin = tl.load(final_samples + request)
         tokens = tl.load(candidates + nodes + lane, mask=lane < drafts, other=-1)
         tokens = tl.where((tokens >= 0) & (tokens < vocab), tokens, -1).to(tl.int32)
+        if AHEAD:
+            # In a chain each node's parent is the node before it: all such probabilities are asked for at once.
+            likely = (lane > 0) & (tokens >= 0)
+            element = tl.where(likely, lane - 1, 0).to(tl.int64) * vocab + tl.where(likely, tokens, 0)
+            ahead = positive(tl.load(target_probs + nodes * vocab + element, mask=likely, other=0.0))
         tried = tl.zeros([NODES], tl.int32)
-        place = tl.arange(0, WIDTH)
         row = tl.load(retrieve_index + nodes).to(tl.int32)
         path = tl.where(place == 0, row, -1)
-        parent = nodes - nodes
-        node = tl.load(retrieve_next_token + nodes)
+        parent = nodes
+        coin = tl.load(coin_row)
+        first_child = tl.load(retrieve_next_token + nodes)
+        node = first_child
         reached = 0.0
         rejected = 0
         accepted = 0
@@ -81,104 +184,95 @@ def tree_judge_kernel(
         while (node >= 0) & (node < drafts) & (accepted + 1 < width) & (seen < drafts):
             child = tl.load(retrieve_next_token + nodes + node)
             sibling = tl.load(retrieve_next_sibling + nodes + node)
-            child_row = tl.load(retrieve_index + nodes + node).to(tl.int32)
-            coin = tl.load(uniform_samples + batch * coins.to(tl.int64) + parent)
+            next_row = tl.load(retrieve_index + nodes + node).to(tl.int32)
+            next_coin = tl.load(coin_row + node)
             token = tl.load(candidates + nodes + node)
             is_draft = (token >= 0) & (token < vocab)
-            p = tl.load(target_probs + (nodes + parent) * vocab + tl.where(is_draft, token, 0))
-            # A token that an earlier sibling had counts once: its mass is already reached, and removed.
-            again = tl.max(tl.where((tokens == token.to(tl.int32)) & (tried > 0), 1, 0), 0)
-            p = tl.where(is_draft & (again == 0), positive(p), 0.0)
+            if AHEAD:
+                if nodes + node == parent + 1:
+                    p = tl.sum(tl.where(lane == node, ahead, 0.0), 0)
+                else:
+                    p = positive(tl.load(target_probs + parent * vocab + tl.where(is_draft, token, 0)))
+            else:
+                p = positive(tl.load(target_probs + parent * vocab + tl.where(is_draft, token, 0)))
+            p = tl.where(is_draft, p, 0.0)
+            token = token.to(tl.int32)
+            if rejected > 0:
+                # A token that an earlier sibling had counts once: its mass is already reached, and removed.
+                again = tl.max(tl.where((tokens == token) & (tried > 0), 1, 0), 0)
+                p = tl.where(again > 0, 0.0, p)
             reached += p
             # coin < reached / threshold, without a division whose rounding differs between devices
-            take = (p > 0) & ((coin * threshold_acc < reached) | (p >= threshold_single))
-            if take & (start == 0):
-                tl.store(predicts + row, token.to(tl.int32))
-            tried = tl.where(take, 0, tl.where(lane == node, 1, tried))
-            accepted += tl.where(take, 1, 0)
-            path = tl.where(place == tl.where(take, accepted, -1), child_row, path)
-            row = tl.where(take, child_row, row)
-            parent = tl.where(take, node, parent)
-            node = tl.where(take, child, sibling)
-            reached = tl.where(take, 0.0, reached)
-            rejected = tl.where(take, 0, 1)
+            take = tl.where((p > 0) & ((coin * threshold_acc < reached) | (p >= threshold_single)), 1, 0)
+            if (take > 0) & (part == 0):
+                tl.store(predicts + row, token)
+            # Vectors are kept out of the branch: Ascend's compiler does not take branches that yield them.
+            tried = tl.where(take > 0, 0, tl.where(lane == node, 1, tried))
+            accepted += take
+            path = tl.where(place == tl.where(take > 0, accepted, -1), next_row, path)
+            row = tl.where(take > 0, next_row, row)
+            parent = tl.where(take > 0, nodes + node, parent)
+            coin = tl.where(take > 0, next_coin, coin)
+            first_child = tl.where(take > 0, child, first_child)
+            node = tl.where(take > 0, child, sibling)
+            reached = tl.where(take > 0, 0.0, reached)
+            rejected = 1 - take
             seen += 1
 
-        if start == 0:
-            tl.store(accept_index + batch * width.to(tl.int64) + place, path, mask=place < width)
-            tl.store(accept_token_num + batch, accepted)
-            tl.store(last_nodes + batch, parent.to(tl.int32))
+        if part == 0:
+            tl.store(accept_index + request * width.to(tl.int64) + place, path, mask=place < width)
+            tl.store(accept_token_num + request, accepted)
 
-        target_row = target_probs + (nodes + parent) * vocab
-        i = tl.arange(0, BLOCK)
-        for block in range(start, end):
-            column = block * BLOCK + i
-            weight = positive(tl.load(target_row + block * BLOCK + i, mask=i < vocab - block * BLOCK, other=0.0))
-            tl.store(sums + residual_sums + batch * blocks + block, tl.sum(weight, 0))
-            mass = 0.0
-            # Without a rejection there is no residual; no mass in it makes the draw take the target row.
-            if rejected > 0:
-                left = without_children(
-                    weight,
-                    column,
-                    candidates + nodes,
-                    retrieve_next_token + nodes,
-                    retrieve_next_sibling + nodes,
-                    parent,
+        target_row = target_probs + parent * vocab
+        tokens_at = candidates + nodes
+        siblings_at = retrieve_next_sibling + nodes
+        removed = tl.where(rejected > 0, first_child, -1)
+        if SHARED:
+            share = tl.cdiv(blocks, parts)
+            start = part * share
+            end = tl.minimum(start + share, blocks)
+            mass = block_masses(
+                target_row, tokens_at, siblings_at, removed, drafts, start, end, vocab, BLOCKS, BLOCK, AHEAD
+            )
+            if last_to_arrive(masses, counters, request, parts, mass, start, end, BLOCKS) > 0:
+                finish(
+                    predicts,
+                    tokens_at,
+                    siblings_at,
+                    target_row,
+                    all_masses(masses, request, blocks, BLOCKS),
+                    last_coin,
+                    row,
+                    rejected,
+                    first_child,
+                    removed,
+                    reached,
                     drafts,
                     vocab,
+                    BLOCKS,
+                    BLOCK,
                 )
-                mass = tl.sum(left, 0)
-            tl.store(sums + batch * blocks + block, mass)
-
-
-@triton.jit(do_not_specialize=["batch", "blocks", "residual_sums", "drafts", "width"])
-def tree_draw_kernel(
-    predicts,
-    accept_index,
-    accept_token_num,
-    candidates,
-    retrieve_next_token,
-    retrieve_next_sibling,
-    final_samples,
-    target_probs,
-    last_nodes,
-    sums,
-    batch,
-    blocks,
-    residual_sums,
-    drafts,
-    width,
-    vocab,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    for request in range(tl.program_id(0), batch, tl.num_programs(0)):
-        nodes = request * drafts.to(tl.int64)
-        row = tl.load(accept_index + request * width.to(tl.int64) + tl.load(accept_token_num + request))
-        parent = tl.load(last_nodes + request)
-        coin = tl.load(final_samples + request)
-        residual_mass, residual_block, residual_rest = pick_block(sums + request * blocks, blocks, coin, BLOCKS)
-        _, target_block, target_rest = pick_block(sums + residual_sums + request * blocks, blocks, coin, BLOCKS)
-        block = tl.maximum(tl.where(residual_mass > 0, residual_block, target_block), 0)
-        rest = tl.where(residual_mass > 0, residual_rest, target_rest)
-
-        i = tl.arange(0, BLOCK)
-        column = block * BLOCK + i
-        target_row = target_probs + (nodes + parent) * vocab
-        weight = positive(tl.load(target_row + block * BLOCK + i, mask=i < vocab - block * BLOCK, other=0.0))
-        if residual_mass > 0:
-            weight = without_children(
-                weight,
-                column,
-                candidates + nodes,
-                retrieve_next_token + nodes,
-                retrieve_next_sibling + nodes,
-                parent,
+        else:
+            mass = block_masses(
+                target_row, tokens_at, siblings_at, removed, drafts, 0, blocks, vocab, BLOCKS, BLOCK, AHEAD
+            )
+            finish(
+                predicts,
+                tokens_at,
+                siblings_at,
+                target_row,
+                mass,
+                last_coin,
+                row,
+                rejected,
+                first_child,
+                removed,
+                reached,
                 drafts,
                 vocab,
+                BLOCKS,
+                BLOCK,
             )
-        tl.store(predicts + row, pick_token(weight, column, rest))
 
 
 def run(
@@ -196,15 +290,13 @@ def run(
     threshold_acc: float = 1.0,
 ) -> None:
     batch, drafts, vocab = target_probs.shape
-    width = accept_index.shape[1]
     if batch == 0:
         return
-    blocks = triton.cdiv(vocab, BLOCK)
-    pieces = batch * blocks
-    sums = torch.empty(2 * pieces, dtype=torch.float32, device=target_probs.device)
-    last_nodes = torch.empty(batch, dtype=torch.int32, device=target_probs.device)
+    width = accept_index.shape[1]
+    sharing = share(batch, vocab, target_probs.device, target_probs)
+    pieces = batch * sharing.parts
     launch(
-        tree_judge_kernel,
+        tree_speculative_sampling_kernel,
         pieces,
         target_probs.device,
         predicts,
@@ -215,44 +307,19 @@ def run(
         retrieve_next_token,
         retrieve_next_sibling,
         uniform_samples,
+        uniform_samples_for_final_sampling,
         target_probs,
-        last_nodes,
-        sums,
+        sharing.masses,
+        sharing.counters,
         float(threshold_single),
         max(float(threshold_acc), MIN_THRESHOLD_ACC),
         pieces,
-        blocks,
-        pieces,
+        sharing.parts,
         drafts,
         width,
         uniform_samples.shape[1],
         vocab,
         NODES=triton.next_power_of_2(drafts),
         WIDTH=triton.next_power_of_2(width),
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
-    launch(
-        tree_draw_kernel,
-        batch,
-        target_probs.device,
-        predicts,
-        accept_index,
-        accept_token_num,
-        candidates,
-        retrieve_next_token,
-        retrieve_next_sibling,
-        uniform_samples_for_final_sampling,
-        target_probs,
-        last_nodes,
-        sums,
-        batch,
-        blocks,
-        pieces,
-        drafts,
-        width,
-        vocab,
-        BLOCKS=triton.next_power_of_2(blocks),
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+        **sharing.constants,
     )
