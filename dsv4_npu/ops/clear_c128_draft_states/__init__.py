@@ -12,6 +12,7 @@ from dsv4_npu.ops._checks import (
     check_tensor,
     check_values,
     fail,
+    remembered,
 )
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.clear_c128_draft_states import ref
@@ -34,6 +35,42 @@ def _meta(
 
 
 OP = register("clear_c128_draft_states_", SCHEMA, ref=ref.clear_c128_draft_states_, meta=_meta)
+
+
+@remembered
+def check(
+    state: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    ring_size: int,
+    num_draft_tokens: int,
+    write_pad: int | None,
+) -> None:
+    """Raise InputError for arguments that :func:`clear_c128_draft_states_` refuses."""
+    name = OP.name
+    check_tensor(name, "state", state, ("layers", "rows", "2 D"), (torch.float32, torch.float64))
+    bs, rows = req_pool_indices.shape[0] if req_pool_indices.dim() else 0, state.shape[1]
+    check_tensor(name, "req_pool_indices", req_pool_indices, ("bs",), INDEX_TYPES, state.device)
+    check_tensor(name, "seq_lens", seq_lens, (bs,), INDEX_TYPES, state.device)
+    check_tensor(name, "accept_lens", accept_lens, (bs,), INDEX_TYPES, state.device)
+    if state.shape[2] % 2:
+        fail(name, f"state has rows of {state.shape[2]} elements; allowed: an even number, the kv and the score half")
+    check_at_least(name, "ring_size", ring_size, 1)
+    check_at_least(name, "num_draft_tokens", num_draft_tokens, 1)
+    legal = addressing.write_pad(ring_size, 128) if write_pad is None else write_pad
+    if num_draft_tokens > legal:
+        fail(
+            name,
+            f"num_draft_tokens is {num_draft_tokens}; allowed: at most {legal}, the write pad of a ring of "
+            f"{ring_size} rows; a wider verify overwrites rows of accepted positions",
+        )
+    check_no_overlap(
+        name, "state", state, req_pool_indices=req_pool_indices, seq_lens=seq_lens, accept_lens=accept_lens
+    )
+    check_values(name, "accept_lens", accept_lens, 1, num_draft_tokens)
+    check_values(name, "seq_lens", seq_lens, 0, 2**62)
+    check_values(name, "req_pool_indices", req_pool_indices, 0, rows // ring_size - 1)
 
 
 def clear_c128_draft_states_(
@@ -72,27 +109,5 @@ def clear_c128_draft_states_(
 
     Source: contracts.md §0, facts.md §2-§3.
     """
-    name = OP.name
-    check_tensor(name, "state", state, ("layers", "rows", "2 D"), (torch.float32, torch.float64))
-    bs, rows = req_pool_indices.shape[0] if req_pool_indices.dim() else 0, state.shape[1]
-    check_tensor(name, "req_pool_indices", req_pool_indices, ("bs",), INDEX_TYPES, state.device)
-    check_tensor(name, "seq_lens", seq_lens, (bs,), INDEX_TYPES, state.device)
-    check_tensor(name, "accept_lens", accept_lens, (bs,), INDEX_TYPES, state.device)
-    if state.shape[2] % 2:
-        fail(name, f"state has rows of {state.shape[2]} elements; allowed: an even number, the kv and the score half")
-    check_at_least(name, "ring_size", ring_size, 1)
-    check_at_least(name, "num_draft_tokens", num_draft_tokens, 1)
-    legal = addressing.write_pad(ring_size, 128) if write_pad is None else write_pad
-    if num_draft_tokens > legal:
-        fail(
-            name,
-            f"num_draft_tokens is {num_draft_tokens}; allowed: at most {legal}, the write pad of a ring of "
-            f"{ring_size} rows; a wider verify overwrites rows of accepted positions",
-        )
-    check_no_overlap(
-        name, "state", state, req_pool_indices=req_pool_indices, seq_lens=seq_lens, accept_lens=accept_lens
-    )
-    check_values(name, "accept_lens", accept_lens, 1, num_draft_tokens)
-    check_values(name, "seq_lens", seq_lens, 0, 2**62)
-    check_values(name, "req_pool_indices", req_pool_indices, 0, rows // ring_size - 1)
+    check(state, req_pool_indices, seq_lens, accept_lens, ring_size, num_draft_tokens, write_pad)
     OP(backend, state, req_pool_indices, seq_lens, accept_lens, ring_size, num_draft_tokens)

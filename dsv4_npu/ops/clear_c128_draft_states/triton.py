@@ -37,11 +37,11 @@ def clear_c128_draft_states_kernel(
         batch = pair // layers
         layer = pair % layers
         accepted = tl.load(accept_lens + batch).to(tl.int32)
-        seq_len = tl.load(seq_lens + batch).to(tl.int64)
+        first = (tl.load(seq_lens + batch).to(tl.int64) % ring_size).to(tl.int32)
         bank = tl.load(req_pool_indices + batch).to(tl.int64) * ring_size
         base = state + layer.to(tl.int64) * layer_stride
         for offset in range(accepted, num_draft_tokens):
-            row = bank + (seq_len + offset) % ring_size
+            row = bank + (first + offset) % ring_size
             tl.store(base + row * WIDTH + column, empty, mask=column < WIDTH)
 
 

@@ -11,6 +11,7 @@ from dsv4_npu.ops._checks import (
     check_tensor,
     check_values,
     fail,
+    remembered,
 )
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.clear_request_states import ref
@@ -23,6 +24,23 @@ def _meta(state: torch.Tensor, req_pool_indices: torch.Tensor, ring_size: int) -
 
 
 OP = register("clear_request_states_", SCHEMA, ref=ref.clear_request_states_, meta=_meta)
+
+
+@remembered
+def check(
+    state: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    ring_size: int,
+) -> None:
+    """Raise InputError for arguments that :func:`clear_request_states_` refuses."""
+    name = OP.name
+    check_tensor(name, "state", state, ("layers", "rows", "2 D"), (torch.float32, torch.float64))
+    check_tensor(name, "req_pool_indices", req_pool_indices, ("n",), INDEX_TYPES, state.device)
+    if state.shape[2] % 2:
+        fail(name, f"state has rows of {state.shape[2]} elements; allowed: an even number, the kv and the score half")
+    check_at_least(name, "ring_size", ring_size, 1)
+    check_no_overlap(name, "state", state, req_pool_indices=req_pool_indices)
+    check_values(name, "req_pool_indices", req_pool_indices, 0, state.shape[1] // ring_size - 1)
 
 
 def clear_request_states_(
@@ -48,12 +66,5 @@ def clear_request_states_(
 
     Source: facts.md §2 (empty row, ring address), §3 (A5 clears its C4 bank when the row changes owner).
     """
-    name = OP.name
-    check_tensor(name, "state", state, ("layers", "rows", "2 D"), (torch.float32, torch.float64))
-    check_tensor(name, "req_pool_indices", req_pool_indices, ("n",), INDEX_TYPES, state.device)
-    if state.shape[2] % 2:
-        fail(name, f"state has rows of {state.shape[2]} elements; allowed: an even number, the kv and the score half")
-    check_at_least(name, "ring_size", ring_size, 1)
-    check_no_overlap(name, "state", state, req_pool_indices=req_pool_indices)
-    check_values(name, "req_pool_indices", req_pool_indices, 0, state.shape[1] // ring_size - 1)
+    check(state, req_pool_indices, ring_size)
     OP(backend, state, req_pool_indices, ring_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_npu.ops._accept_checks import check_accepted, verify_width
-from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor
+from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor, remembered
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.compact_accept import ref
 
@@ -19,6 +19,26 @@ def _meta(
 
 
 OP = register("compact_accept_", SCHEMA, ref=ref.compact_accept_, meta=_meta)
+
+
+@remembered
+def check(
+    predict: torch.Tensor,
+    hidden_states: torch.Tensor | None,
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+) -> None:
+    """Raise InputError for arguments that :func:`compact_accept_` refuses."""
+    name = OP.name
+    check_tensor(name, "predict", predict, ("bs * D",), INDEX_TYPES)
+    bs = accept_index.shape[0] if accept_index.dim() else 0
+    width = verify_width(name, "predict", predict.shape[0], bs)
+    check_accepted(name, accept_index, accept_lens, width, predict.device)
+    check_no_overlap(name, "predict", predict, accept_index=accept_index, accept_lens=accept_lens)
+    if hidden_states is not None:
+        check_tensor(name, "hidden_states", hidden_states, (predict.shape[0], "H"), None, predict.device)
+        others = {"predict": predict, "accept_index": accept_index, "accept_lens": accept_lens}
+        check_no_overlap(name, "hidden_states", hidden_states, **others)
 
 
 def compact_accept_(
@@ -52,14 +72,5 @@ def compact_accept_(
 
     Source: contracts.md §3.
     """
-    name = OP.name
-    check_tensor(name, "predict", predict, ("bs * D",), INDEX_TYPES)
-    bs = accept_index.shape[0] if accept_index.dim() else 0
-    width = verify_width(name, "predict", predict.shape[0], bs)
-    check_accepted(name, accept_index, accept_lens, width, predict.device)
-    check_no_overlap(name, "predict", predict, accept_index=accept_index, accept_lens=accept_lens)
-    if hidden_states is not None:
-        check_tensor(name, "hidden_states", hidden_states, (predict.shape[0], "H"), None, predict.device)
-        others = {"predict": predict, "accept_index": accept_index, "accept_lens": accept_lens}
-        check_no_overlap(name, "hidden_states", hidden_states, **others)
+    check(predict, hidden_states, accept_index, accept_lens)
     OP(backend, predict, hidden_states, accept_index, accept_lens)

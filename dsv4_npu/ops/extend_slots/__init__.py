@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import INDEX_TYPES, check_at_least, check_tensor, check_values, fail, values_known
+from dsv4_npu.ops._checks import INDEX_TYPES, check_at_least, check_tensor, check_values, fail, remembered, values_known
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.extend_slots import ref
 
@@ -28,6 +28,41 @@ def _meta(
 
 
 OP = register("extend_slots", SCHEMA, ref=ref.extend_slots, meta=_meta)
+
+
+@remembered
+def check(
+    block_table: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int,
+    total: int,
+    columns: int,
+) -> None:
+    """Raise InputError for arguments that :func:`extend_slots` refuses."""
+    name = OP.name
+    check_tensor(name, "block_table", block_table, ("request rows", "table columns"), (torch.int32,))
+    check_tensor(name, "req_pool_indices", req_pool_indices, ("bs",), INDEX_TYPES, block_table.device)
+    bs = req_pool_indices.shape[0]
+    check_tensor(name, "starts", starts, (bs,), INDEX_TYPES, block_table.device)
+    check_tensor(name, "lengths", lengths, (bs,), INDEX_TYPES, block_table.device)
+    check_at_least(name, "page_size", page_size, 1)
+    check_at_least(name, "total", total, 0)
+    if total >= 1 << 31:
+        fail(name, f"total is {total}; allowed: below 2**31")
+    if not 0 <= columns <= block_table.shape[1]:
+        fail(name, f"columns is {columns}; allowed: 0 to {block_table.shape[1]}, the columns of block_table")
+    check_values(name, "req_pool_indices", req_pool_indices, 0, block_table.shape[0] - 1)
+    check_values(name, "starts", starts, 0, columns * page_size)
+    check_values(name, "lengths", lengths, 0, columns * page_size)
+    if values_known(starts, lengths):
+        if int(lengths.sum()) != total:
+            fail(name, f"total is {total}; allowed: {int(lengths.sum())}, the sum of lengths")
+        longest = int((starts.long() + lengths.long()).max()) if bs else 0
+        if longest > columns * page_size:
+            most = f"{columns * page_size}, {columns} columns of {page_size}"
+            fail(name, f"a request ends at {longest}; allowed: at most {most}")
 
 
 def extend_slots(
@@ -67,27 +102,6 @@ def extend_slots(
 
     Source: contracts.md §0, facts.md §4.
     """
-    name = OP.name
-    check_tensor(name, "block_table", block_table, ("request rows", "table columns"), (torch.int32,))
-    check_tensor(name, "req_pool_indices", req_pool_indices, ("bs",), INDEX_TYPES, block_table.device)
-    bs = req_pool_indices.shape[0]
-    check_tensor(name, "starts", starts, (bs,), INDEX_TYPES, block_table.device)
-    check_tensor(name, "lengths", lengths, (bs,), INDEX_TYPES, block_table.device)
-    check_at_least(name, "page_size", page_size, 1)
-    check_at_least(name, "total", total, 0)
-    if total >= 1 << 31:
-        fail(name, f"total is {total}; allowed: below 2**31")
-    if not 0 <= columns <= block_table.shape[1]:
-        fail(name, f"columns is {columns}; allowed: 0 to {block_table.shape[1]}, the columns of block_table")
-    check_values(name, "req_pool_indices", req_pool_indices, 0, block_table.shape[0] - 1)
-    check_values(name, "starts", starts, 0, columns * page_size)
-    check_values(name, "lengths", lengths, 0, columns * page_size)
-    if values_known(starts, lengths):
-        if int(lengths.sum()) != total:
-            fail(name, f"total is {total}; allowed: {int(lengths.sum())}, the sum of lengths")
-        longest = int((starts.long() + lengths.long()).max()) if bs else 0
-        if longest > columns * page_size:
-            most = f"{columns * page_size}, {columns} columns of {page_size}"
-            fail(name, f"a request ends at {longest}; allowed: at most {most}")
+    check(block_table, req_pool_indices, starts, lengths, page_size, total, columns)
     slots, tables = OP(backend, block_table, req_pool_indices, starts, lengths, page_size, total, columns)
     return slots, tables

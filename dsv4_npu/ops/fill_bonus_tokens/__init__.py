@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_npu.ops._accept_checks import check_accepted, verify_width
-from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor
+from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor, remembered
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.fill_bonus_tokens import ref
 
@@ -19,6 +19,25 @@ def _meta(
 
 
 OP = register("fill_bonus_tokens_", SCHEMA, ref=ref.fill_bonus_tokens_, meta=_meta)
+
+
+@remembered
+def check(
+    bonus_tokens: torch.Tensor,
+    predict: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+) -> None:
+    """Raise InputError for arguments that :func:`fill_bonus_tokens_` refuses."""
+    name = OP.name
+    check_tensor(name, "bonus_tokens", bonus_tokens, ("bs",), INDEX_TYPES)
+    bs = bonus_tokens.shape[0]
+    check_tensor(name, "predict", predict, ("bs * D",), INDEX_TYPES, bonus_tokens.device)
+    check_tensor(name, "accept_index", accept_index, (bs, "W"), INDEX_TYPES, bonus_tokens.device)
+    width = verify_width(name, "predict", predict.shape[0], bs)
+    check_accepted(name, accept_index, accept_lens, width, predict.device)
+    others = {"predict": predict, "accept_index": accept_index, "accept_lens": accept_lens}
+    check_no_overlap(name, "bonus_tokens", bonus_tokens, **others)
 
 
 def fill_bonus_tokens_(
@@ -46,13 +65,5 @@ def fill_bonus_tokens_(
 
     Source: contracts.md §1.
     """
-    name = OP.name
-    check_tensor(name, "bonus_tokens", bonus_tokens, ("bs",), INDEX_TYPES)
-    bs = bonus_tokens.shape[0]
-    check_tensor(name, "predict", predict, ("bs * D",), INDEX_TYPES, bonus_tokens.device)
-    check_tensor(name, "accept_index", accept_index, (bs, "W"), INDEX_TYPES, bonus_tokens.device)
-    width = verify_width(name, "predict", predict.shape[0], bs)
-    check_accepted(name, accept_index, accept_lens, width, predict.device)
-    others = {"predict": predict, "accept_index": accept_index, "accept_lens": accept_lens}
-    check_no_overlap(name, "bonus_tokens", bonus_tokens, **others)
+    check(bonus_tokens, predict, accept_index, accept_lens)
     OP(backend, bonus_tokens, predict, accept_index, accept_lens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_npu.ops._accept_checks import check_accepted, verify_width
-from dsv4_npu.ops._checks import INDEX_TYPES, check_tensor
+from dsv4_npu.ops._checks import INDEX_TYPES, check_tensor, remembered
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.gather_accepted_slots import ref
 
@@ -19,6 +19,20 @@ def _meta(
 
 
 OP = register("gather_accepted_slots", SCHEMA, ref=ref.gather_accepted_slots, meta=_meta)
+
+
+@remembered
+def check(
+    out_cache_loc: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+) -> None:
+    """Raise InputError for arguments that :func:`gather_accepted_slots` refuses."""
+    name = OP.name
+    check_tensor(name, "out_cache_loc", out_cache_loc, ("bs * D",), INDEX_TYPES)
+    bs = accept_index.shape[0] if accept_index.dim() else 0
+    width = verify_width(name, "out_cache_loc", out_cache_loc.shape[0], bs)
+    check_accepted(name, accept_index, accept_lens, width, out_cache_loc.device)
 
 
 def gather_accepted_slots(
@@ -47,10 +61,6 @@ def gather_accepted_slots(
 
     Source: contracts.md §0, §3.
     """
-    name = OP.name
-    check_tensor(name, "out_cache_loc", out_cache_loc, ("bs * D",), INDEX_TYPES)
-    bs = accept_index.shape[0] if accept_index.dim() else 0
-    width = verify_width(name, "out_cache_loc", out_cache_loc.shape[0], bs)
-    check_accepted(name, accept_index, accept_lens, width, out_cache_loc.device)
+    check(out_cache_loc, accept_index, accept_lens)
     tgt, src = OP(backend, out_cache_loc, accept_index, accept_lens)
     return tgt, src

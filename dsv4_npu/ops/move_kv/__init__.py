@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor, check_values, fail, values_known
+from dsv4_npu.ops._checks import (
+    INDEX_TYPES,
+    check_no_overlap,
+    check_tensor,
+    check_values,
+    fail,
+    remembered,
+    values_known,
+)
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.move_kv import ref
 
@@ -16,6 +24,26 @@ def _meta(slab: torch.Tensor, tgt: torch.Tensor, src: torch.Tensor) -> None:
 
 
 OP = register("move_kv_", SCHEMA, ref=ref.move_kv_, meta=_meta)
+
+
+@remembered
+def check(
+    slab: torch.Tensor,
+    tgt: torch.Tensor,
+    src: torch.Tensor,
+) -> None:
+    """Raise InputError for arguments that :func:`move_kv_` refuses."""
+    name = OP.name
+    check_tensor(name, "slab", slab, ("layers", "pages", "page", "heads", "row"), None)
+    shape = ("n",) if tgt.dim() == 1 else ("groups", "n")
+    check_tensor(name, "tgt", tgt, shape, INDEX_TYPES, slab.device)
+    check_tensor(name, "src", src, tuple(tgt.shape), INDEX_TYPES, slab.device)
+    check_no_overlap(name, "slab", slab, tgt=tgt, src=src)
+    slots = slab.shape[1] * slab.shape[2]
+    check_values(name, "tgt", tgt, -1, slots - 1)
+    check_values(name, "src", src, -1, slots - 1)
+    if values_known(tgt, src):
+        _check_pairs(name, tgt.flatten().long(), src.flatten().long(), tgt.shape[-1])
 
 
 def move_kv_(slab: torch.Tensor, tgt: torch.Tensor, src: torch.Tensor, *, backend: str = "auto") -> None:
@@ -42,17 +70,7 @@ def move_kv_(slab: torch.Tensor, tgt: torch.Tensor, src: torch.Tensor, *, backen
 
     Source: contracts.md §3.
     """
-    name = OP.name
-    check_tensor(name, "slab", slab, ("layers", "pages", "page", "heads", "row"), None)
-    shape = ("n",) if tgt.dim() == 1 else ("groups", "n")
-    check_tensor(name, "tgt", tgt, shape, INDEX_TYPES, slab.device)
-    check_tensor(name, "src", src, tuple(tgt.shape), INDEX_TYPES, slab.device)
-    check_no_overlap(name, "slab", slab, tgt=tgt, src=src)
-    slots = slab.shape[1] * slab.shape[2]
-    check_values(name, "tgt", tgt, -1, slots - 1)
-    check_values(name, "src", src, -1, slots - 1)
-    if values_known(tgt, src):
-        _check_pairs(name, tgt.flatten().long(), src.flatten().long(), tgt.shape[-1])
+    check(slab, tgt, src)
     OP(backend, slab, tgt, src)
 
 

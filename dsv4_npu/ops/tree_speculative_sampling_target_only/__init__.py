@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_npu.ops._checks import remembered
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops._verify_checks import (
     check_coins,
@@ -47,6 +48,7 @@ OP = register(
 )
 
 
+@remembered
 def check(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import check_tensor
+from dsv4_npu.ops._checks import check_tensor, remembered
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops._verify_checks import INDEX, check_links, check_outputs, check_outputs_alone, check_rows
 from dsv4_npu.ops.verify_tree_greedy import ref
@@ -31,6 +31,7 @@ def _meta(
 OP = register("verify_tree_greedy", SCHEMA, ref=ref.verify_tree_greedy, meta=_meta)
 
 
+@remembered
 def check(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
