@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from dsv4_npu.alloc.lifecycle import Lifecycle
 from dsv4_npu.alloc.request import Request, State, Step
+from dsv4_npu.alloc.state import FULL, SWA
 from dsv4_npu.errors import CapacityError
 from dsv4_npu.replay.acceptance import SimulatedAcceptance
 from dsv4_npu.replay.intake import Intake, Policy
@@ -73,7 +74,7 @@ class Scheduler(Intake):
 
     def _prefill(self, decoding: bool) -> Step | None:
         """Launch the next prefill chunks; without room they wait for the decodes, or the chunks become smaller."""
-        budget, page = self.policy.prefill_chunk, self.alloc.spec.page_size
+        state, page, budget = self.alloc.state, self.alloc.spec.page_size, self.policy.prefill_chunk
         while True:
             chunks = self._chunks(budget)
             if not chunks:
@@ -81,8 +82,9 @@ class Scheduler(Intake):
             try:
                 step = self.life.extend(chunks)
             except CapacityError as error:
-                if budget > page:
-                    budget = max(page, budget // 2)
+                free = min(state.free(FULL), state.free(SWA))
+                if budget > page and free:
+                    budget = max(page, min(budget // 2, free * page))
                 elif decoding:
                     return None
                 else:
