@@ -16,7 +16,7 @@ from dsv4_npu.budget.cost import (
     kv_row_bytes,
     unit_costs,
 )
-from dsv4_npu.budget.fit import largest_rows, largest_sizes
+from dsv4_npu.budget.fit import largest_sizes
 from dsv4_npu.budget.sizes import (
     DEFAULT_SWA_RATIO,
     PoolSizes,
@@ -40,7 +40,6 @@ __all__ = [
     "group_swa_floor",
     "indexer_row_bytes",
     "kv_row_bytes",
-    "largest_rows",
     "largest_sizes",
     "request_pages",
     "request_swa_floor",

@@ -41,7 +41,7 @@ def largest_sizes(
     pages = _largest(fits, None if max_tokens is None else max_tokens // config.page)
     if not pages:
         need = budget_of(config, sizes(1)).total_bytes
-        rows = largest_rows(config, budget, sizes)
+        rows = _largest_rows(config, budget, sizes)
         raise ConfigError(
             f"{_gib(budget)} cannot hold the state of {config.request_rows} request rows and one page of tokens "
             f"({_gib(need)}): raise --hbm-gib or lower --max-running "
@@ -50,7 +50,7 @@ def largest_sizes(
     return sizes(pages)
 
 
-def largest_rows(config: CacheConfig, budget: int, sizes: Callable[[int, CacheConfig], PoolSizes]) -> int:
+def _largest_rows(config: CacheConfig, budget: int, sizes: Callable[[int, CacheConfig], PoolSizes]) -> int:
     """The most request rows with which one page of tokens, ``sizes(1, config)``, fits into ``budget`` bytes, or 0."""
 
     def fits(rows: int) -> bool:
@@ -76,4 +76,4 @@ def _largest(fits: Callable[[int], bool], limit: int | None) -> int:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes * 10 >= GIB else f"{nbytes:,} bytes"

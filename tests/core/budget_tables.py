@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import itertools
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
+from rich.console import Console
+
 from dsv4_npu.budget import GIB, budget_of, largest_sizes, unit_costs
 from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec, configs_dir
+from dsv4_npu.planning import command
+from dsv4_npu.planning.options import answer
+from dsv4_npu.planning.show import show
 from dsv4_npu.pools import DSV4Pools
 
 DOC = Path(__file__).parents[2] / "docs" / "budget.md"
 SPECULATIONS = (SpeculationSpec(), SpeculationSpec("chain", 3), SpeculationSpec("dspark", 5))
 MIB = 2**20
+EXAMPLE = (
+    "--model v4_pro --platform a3 --hbm-gib 64 --weights-gib 40 --tp 16 --context 131072 --spec dspark --max-running 64"
+)
 
 
 def combinations() -> Iterator[CacheConfig]:
@@ -76,7 +86,18 @@ def units() -> str:
     return "\n".join([head, "|---|---|---|---|---|", *(f"| {k} | {' | '.join(v)} |" for k, v in rows.items())])
 
 
-TABLES = {"equality": equality, "units": units}
+def plan_output() -> str:
+    """What ``dsv4-npu plan`` prints for the options of :data:`EXAMPLE`."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    out = io.StringIO()
+    show(Console(file=out, width=80, highlight=False), answer(parser.parse_args(EXAMPLE.split())))
+    lines = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    first, second = EXAMPLE.split(" --context")
+    return f"```console\n$ dsv4-npu plan {first} \\\n    --context{second}\n{lines}\n```"
+
+
+TABLES = {"equality": equality, "units": units, "plan": plan_output}
 
 
 def filled(text: str) -> str:

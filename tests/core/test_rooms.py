@@ -28,6 +28,7 @@ ROOMS = (
     "sampling",
     "ops",
     "compressor",
+    "planning",
     "budget",
     "config",
     "addressing",
