@@ -132,8 +132,9 @@ def shown(value: object) -> str:
     return str(value)
 
 
-def _cell(value: object, unit: str = "") -> str:
-    kind = ' class="number"' if isinstance(value, (int, float)) else ""
+def _cell(value: object, unit: str | None = None) -> str:
+    """A table cell; numbers, and texts that stand among numbers (``unit`` given), are set to the right."""
+    kind = ' class="number"' if unit is not None or isinstance(value, (int, float)) else ""
     tail = f' <span class="unit">{html.escape(unit)}</span>' if unit else ""
     return f"<td{kind}>{html.escape(shown(value))}{tail}</td>"
 
