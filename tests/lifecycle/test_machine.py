@@ -80,7 +80,7 @@ def test_any_legal_order() -> None:
 
 @pytest.mark.slow
 def test_any_legal_order_ten_thousand_steps() -> None:
-    run_machine(250, 50)
+    run_machine(210, 50)
 
 
 WALKS = [
