@@ -308,20 +308,31 @@ def show(table: list[Row], launch: tuple[float, float], card: str, bandwidth: fl
     print("us; limit = 1.5 x floor + one launch; host = host time of a bare call, checked = of the public function")
 
 
+SWEEP = [
+    (_draw_triton.Tiling(2048, 4, True), (4,)),
+    (_draw_triton.Tiling(2048, 4, True, 80), (4, 6)),
+    (_draw_triton.Tiling(2048, 4, True, 64), (4, 6, 8)),
+    (_draw_triton.Tiling(1024, 4, True, 64), (4, 8)),
+    (_draw_triton.Tiling(1024, 2, True), (8,)),
+    (_draw_triton.Tiling(1024, 2, True, 80), (8, 12)),
+    (_draw_triton.Tiling(1024, 2, True, 64), (8, 16)),
+    (_draw_triton.Tiling(512, 1, True), (16,)),
+    (_draw_triton.Tiling(512, 1, True, 64), (16, 32)),
+    (_draw_triton.Tiling(4096, 8, True, 64), (2, 4)),
+]
+
+
 def sweep(drafts: int, vocab: int) -> None:
     """Our kernels at other block sizes, warps and numbers of programs; times in a graph."""
     batches = (1, 16, 64)
     sets = {bs: make_sets(bs, drafts, vocab) for bs in batches}
     before = _draw_triton.GPU_TILING, _draw_triton.GPU_PROGRAMS_PER_PROCESSOR
-    for op in (CHAIN, TREE):
-        for block, warps, programs in itertools.product((2048, 4096, 8192), (2, 4, 8), (2, 4, 8, 16)):
-            if not 512 <= block // warps <= 2048:
-                continue
-            _draw_triton.GPU_TILING = _draw_triton.Tiling(block, warps, True)
-            _draw_triton.GPU_PROGRAMS_PER_PROCESSOR = programs
-            _draw_triton._gpu_programs.cache_clear()
+    for op, (tile, several) in itertools.product((CHAIN, TREE), SWEEP):
+        for programs in several:
+            _draw_triton.GPU_TILING, _draw_triton.GPU_PROGRAMS_PER_PROCESSOR = tile, programs
+            _draw_triton.plan.cache_clear()
             times = "".join(f"{graph_us(run_ours(op), sets[bs]):8.1f}" for bs in batches)
-            print(f"{op[:5]} block {block:>5} warps {warps:>2} programs {programs:>2}: {times} us at batch {batches}")
+            print(f"{op[:5]} {tile} programs {programs:>2}: {times} us at batch {batches}")
     _draw_triton.GPU_TILING, _draw_triton.GPU_PROGRAMS_PER_PROCESSOR = before
 
 

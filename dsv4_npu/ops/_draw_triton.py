@@ -17,14 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_npu.ops._launch import cdiv, next_power_of_2
+
 
 @dataclass(frozen=True)
 class Tiling:
-    """How many weights a program takes at once, with how many warps, and whether it asks for the next block early."""
+    """How many weights a program takes at once, whether it asks for the next block early, and what a GPU gives it."""
 
     block: int
     warps: int
     ahead: bool
+    registers: int | None = None  # per thread, at most; fewer let more programs live on a processor
 
 
 # Elsewhere a block and its double buffers, which Ascend's compiler adds by itself, have to fit into 192 KiB of unified
@@ -38,25 +41,39 @@ def tiling(device: torch.device) -> Tiling:
     return GPU_TILING if device.type == "cuda" else TILING
 
 
-@functools.cache
-def _gpu_programs(index: int | None) -> int:
-    return GPU_PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def programs_per_row(batch: int, blocks: int, device: torch.device) -> int:
     """How many programs share a row: enough to keep a GPU busy, elsewhere one."""
     if device.type != "cuda":
         return 1
-    return max(1, min(blocks, _gpu_programs(device.index) // batch))
+    processors = torch.cuda.get_device_properties(device.index).multi_processor_count
+    return max(1, min(blocks, GPU_PROGRAMS_PER_PROCESSOR * processors // batch))
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(batch: int, vocab: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """How many programs share a row, and the constants of the launch."""
+    tile = tiling(device)
+    blocks = cdiv(vocab, tile.block)
+    parts = programs_per_row(batch, blocks, device)
+    constants = {
+        "SHARED": parts > 1,
+        "BLOCKS": next_power_of_2(blocks),
+        "BLOCK": tile.block,
+        "AHEAD": tile.ahead,
+        "num_warps": tile.warps,
+    }
+    if tile.registers is not None:
+        constants["maxnreg"] = tile.registers
+    return parts, constants
 
 
 POOL = 2**18
 _pools: list[torch.Tensor] = []  # kept for ever: a captured graph holds addresses, not references
 _taken = POOL
-_by_stream: dict[tuple[int | None, int], torch.Tensor] = {}
+_by_stream: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-def _take(count: int, device: torch.device) -> torch.Tensor:
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
     global _taken
     if not _pools or _pools[-1].device != device or _taken + count > POOL:
         if torch.cuda.is_current_stream_capturing() or count > POOL:
@@ -67,50 +84,22 @@ def _take(count: int, device: torch.device) -> torch.Tensor:
     return _pools[-1][_taken - count : _taken]
 
 
-def arrivals(batch: int, device: torch.device) -> torch.Tensor:
-    """One zero per request to count the programs that are done with its row; the last one leaves a zero again.
+def meeting_place(batch: int, blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the programs of a row leave the masses of its ``blocks``, and a zero per request to count them with.
 
-    Calls on one stream follow each other and share their counters. Each call in a captured graph gets its own, for the
-    graph may be replayed on any stream.
+    The last program of a row leaves its counter at zero again. Calls on one stream follow each other and use the same
+    memory; each call in a captured graph gets its own, for the graph may be replayed on any stream.
     """
-    if device.type != "cuda":
-        return torch.zeros(batch, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        return _take(batch, device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        counters = _zeros(batch, device) if device.type == "cuda" else torch.zeros(batch, dtype=torch.int32)
+        return torch.empty(batch * blocks, dtype=torch.float32, device=device), counters
+    room = next_power_of_2(batch)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index), room, blocks)
     known = _by_stream.get(key)
-    if known is None or known.shape[0] < batch:
-        known = _by_stream[key] = _take(max(1024, triton.next_power_of_2(batch)), device)
+    if known is None:
+        masses = torch.empty(room * blocks, dtype=torch.float32, device=device)
+        known = _by_stream[key] = masses, _zeros(room, device)
     return known
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How the rows of one launch are shared out: programs per row, where they leave masses and where they count."""
-
-    parts: int
-    masses: torch.Tensor
-    counters: torch.Tensor
-    constants: dict[str, int]
-
-
-def share(batch: int, vocab: int, device: torch.device, unused: torch.Tensor) -> Sharing:
-    """The sharing of a launch; ``unused`` stands in for memory that a program alone with its row does not touch."""
-    tile = tiling(device)
-    blocks = triton.cdiv(vocab, tile.block)
-    width = triton.next_power_of_2(blocks)
-    parts = programs_per_row(batch, blocks, device)
-    constants = {
-        "SHARED": parts > 1,
-        "BLOCKS": width,
-        "BLOCK": tile.block,
-        "AHEAD": tile.ahead,
-        "num_warps": tile.warps,
-    }
-    if parts == 1:
-        return Sharing(1, unused, unused, constants)
-    masses = torch.empty(batch * width, dtype=torch.float32, device=device)
-    return Sharing(parts, masses, arrivals(batch, device), constants)
 
 
 @triton.jit

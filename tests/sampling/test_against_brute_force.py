@@ -76,7 +76,9 @@ def test_inputs_are_not_written(op: str, target: Target) -> None:
 
 @pytest.mark.parametrize("op", ["chain_speculative_sampling", "tree_speculative_sampling_target_only"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
-def test_programs_share_a_row(op: str, parts: int, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_share_a_row(
+    op: str, parts: int, target: Target, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """However many programs sum a row, and wherever their blocks end, the draw is the same."""
     if target.kind not in ("interpreter", "cuda"):
         pytest.skip("only Triton kernels share rows")
@@ -85,6 +87,8 @@ def test_programs_share_a_row(op: str, parts: int, target: Target, monkeypatch: 
     small = _draw_triton.Tiling(64, 1, ahead=parts % 2 == 1)
     monkeypatch.setattr(_draw_triton, "tiling", lambda device: small)
     monkeypatch.setattr(_draw_triton, "programs_per_row", lambda batch, blocks, device: min(parts, blocks))
+    _draw_triton.plan.cache_clear()
+    request.addfinalizer(_draw_triton.plan.cache_clear)
     for seed, vocab in enumerate((1, 64, 65, 300)):
         batch = random_batch(seed, 3, 3, 3, vocab, exact=seed % 2 == 0)
         for last in (batch.last_coins, torch.ones(3)):

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._draw_triton import all_masses, last_to_arrive, pick_block, pick_token, positive, share
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._draw_triton import all_masses, last_to_arrive, meeting_place, pick_block, pick_token, plan, positive
+from dsv4_npu.ops._launch import launch, next_power_of_2
 
 
 @triton.jit
@@ -223,8 +223,12 @@ def run(
     width = accept_index.shape[1]
     judged = min(drafts, width) - 1
     draft_rows = draft_probs.shape[1]
-    sharing = share(batch, vocab, target_probs.device, target_probs)
-    pieces = batch * sharing.parts
+    parts, constants = plan(batch, vocab, target_probs.device)
+    # A program alone with its row leaves nothing for others: any address will do.
+    masses = counters = accept_token_num
+    if parts > 1:
+        masses, counters = meeting_place(batch, constants["BLOCKS"], target_probs.device)
+    pieces = batch * parts
     launch(
         chain_speculative_sampling_kernel,
         pieces,
@@ -239,17 +243,17 @@ def run(
         target_probs,
         # With D = 1 there may be no draft row at all; nothing of it is used, but an address has to be valid.
         draft_probs if draft_rows else target_probs,
-        sharing.masses,
-        sharing.counters,
+        masses,
+        counters,
         pieces,
-        sharing.parts,
+        parts,
         drafts,
         width,
         uniform_samples.shape[1],
         draft_rows,
         judged,
         vocab,
-        JUDGED=triton.next_power_of_2(judged + 1),
-        WIDTH=triton.next_power_of_2(width),
-        **sharing.constants,
+        JUDGED=max(next_power_of_2(judged + 1), 2),
+        WIDTH=next_power_of_2(width),
+        **constants,
     )

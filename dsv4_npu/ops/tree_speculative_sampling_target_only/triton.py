@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._draw_triton import all_masses, last_to_arrive, pick_block, pick_token, positive, share
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._draw_triton import all_masses, last_to_arrive, meeting_place, pick_block, pick_token, plan, positive
+from dsv4_npu.ops._launch import launch, next_power_of_2
 from dsv4_npu.ops.tree_speculative_sampling_target_only.ref import MIN_THRESHOLD_ACC
 
 
@@ -22,10 +22,10 @@ def load_block(row, start, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def as_weight(p, column, candidates, next_sibling, first_child, drafts, vocab):
-    """``p`` as weights, those of the tokens of ``first_child`` and its later siblings 0. Pointers of one request."""
-    weight = positive(p)
-    node = first_child
+def as_weight(p, column, candidates, next_sibling, removed_token, removed_node, drafts, vocab):
+    """``p`` as weights, without ``removed_token`` and the tokens of ``removed_node`` and its later siblings."""
+    weight = tl.where(column == removed_token, 0.0, positive(p))
+    node = removed_node
     seen = 0
     while (node >= 0) & (node < drafts) & (seen < drafts):
         token = tl.load(candidates + node)
@@ -41,7 +41,8 @@ def block_masses(
     row,
     candidates,
     next_sibling,
-    first_child,
+    removed_token,
+    removed_node,
     drafts,
     start,
     end,
@@ -62,7 +63,7 @@ def block_masses(
             following = load_block(row, (block + 1) * BLOCK, tl.minimum(end * BLOCK, vocab), BLOCK)
         else:
             p = load_block(row, block * BLOCK, vocab, BLOCK)
-        weight = as_weight(p, block * BLOCK + i, candidates, next_sibling, first_child, drafts, vocab)
+        weight = as_weight(p, block * BLOCK + i, candidates, next_sibling, removed_token, removed_node, drafts, vocab)
         mass = tl.where(n == block, tl.sum(weight, 0), mass)
     return mass
 
@@ -104,7 +105,8 @@ def finish(
     row,
     rejected,
     first_child,
-    removed,
+    removed_token,
+    removed_node,
     reached,
     drafts,
     vocab,
@@ -116,7 +118,7 @@ def finish(
     start = tl.maximum(block, 0) * BLOCK
     column = start + tl.arange(0, BLOCK)
     p = load_block(target_row, start, vocab, BLOCK)
-    weight = as_weight(p, column, candidates, next_sibling, removed, drafts, vocab)
+    weight = as_weight(p, column, candidates, next_sibling, removed_token, removed_node, drafts, vocab)
     drawn = pick_token(weight, column, rest)
     if (drawn < 0) & (rejected > 0):
         # The rejected children hold all mass: the target's own row is sampled, which is theirs.
@@ -226,13 +228,28 @@ def tree_speculative_sampling_kernel(
         target_row = target_probs + parent * vocab
         tokens_at = candidates + nodes
         siblings_at = retrieve_next_sibling + nodes
-        removed = tl.where(rejected > 0, first_child, -1)
+        # The first rejected child is taken off by itself: in a chain there is no other.
+        child = tl.where(rejected > 0, first_child, 0)
+        removed_token = tl.load(tokens_at + child)
+        removed_token = tl.where((rejected > 0) & (removed_token < vocab), removed_token, -1).to(tl.int32)
+        removed_node = tl.where(rejected > 0, tl.load(siblings_at + child), -1)
         if SHARED:
             share = tl.cdiv(blocks, parts)
             start = part * share
             end = tl.minimum(start + share, blocks)
             mass = block_masses(
-                target_row, tokens_at, siblings_at, removed, drafts, start, end, vocab, BLOCKS, BLOCK, AHEAD
+                target_row,
+                tokens_at,
+                siblings_at,
+                removed_token,
+                removed_node,
+                drafts,
+                start,
+                end,
+                vocab,
+                BLOCKS,
+                BLOCK,
+                AHEAD,
             )
             if last_to_arrive(masses, counters, request, parts, mass, start, end, BLOCKS) > 0:
                 finish(
@@ -245,7 +262,8 @@ def tree_speculative_sampling_kernel(
                     row,
                     rejected,
                     first_child,
-                    removed,
+                    removed_token,
+                    removed_node,
                     reached,
                     drafts,
                     vocab,
@@ -254,7 +272,18 @@ def tree_speculative_sampling_kernel(
                 )
         else:
             mass = block_masses(
-                target_row, tokens_at, siblings_at, removed, drafts, 0, blocks, vocab, BLOCKS, BLOCK, AHEAD
+                target_row,
+                tokens_at,
+                siblings_at,
+                removed_token,
+                removed_node,
+                drafts,
+                0,
+                blocks,
+                vocab,
+                BLOCKS,
+                BLOCK,
+                AHEAD,
             )
             finish(
                 predicts,
@@ -266,7 +295,8 @@ def tree_speculative_sampling_kernel(
                 row,
                 rejected,
                 first_child,
-                removed,
+                removed_token,
+                removed_node,
                 reached,
                 drafts,
                 vocab,
@@ -293,8 +323,12 @@ def run(
     if batch == 0:
         return
     width = accept_index.shape[1]
-    sharing = share(batch, vocab, target_probs.device, target_probs)
-    pieces = batch * sharing.parts
+    parts, constants = plan(batch, vocab, target_probs.device)
+    # A program alone with its row leaves nothing for others: any address will do.
+    masses = counters = accept_token_num
+    if parts > 1:
+        masses, counters = meeting_place(batch, constants["BLOCKS"], target_probs.device)
+    pieces = batch * parts
     launch(
         tree_speculative_sampling_kernel,
         pieces,
@@ -309,17 +343,17 @@ def run(
         uniform_samples,
         uniform_samples_for_final_sampling,
         target_probs,
-        sharing.masses,
-        sharing.counters,
+        masses,
+        counters,
         float(threshold_single),
         max(float(threshold_acc), MIN_THRESHOLD_ACC),
         pieces,
-        sharing.parts,
+        parts,
         drafts,
         width,
         uniform_samples.shape[1],
         vocab,
-        NODES=triton.next_power_of_2(drafts),
-        WIDTH=triton.next_power_of_2(width),
-        **sharing.constants,
+        NODES=next_power_of_2(drafts),
+        WIDTH=next_power_of_2(width),
+        **constants,
     )

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._launch import launch
+from dsv4_npu.ops._launch import launch, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["batch", "drafts", "width"])
@@ -79,6 +79,6 @@ def run(
         batch,
         drafts,
         width,
-        WIDTH=triton.next_power_of_2(width),
+        WIDTH=next_power_of_2(width),
         num_warps=1,
     )
