@@ -37,12 +37,12 @@ def clear_c128_draft_states_kernel(
         batch = pair // layers
         layer = pair % layers
         accepted = tl.load(accept_lens + batch).to(tl.int32)
-        first = (tl.load(seq_lens + batch).to(tl.int64) % ring_size).to(tl.int32)
+        row = ((tl.load(seq_lens + batch).to(tl.int64) + accepted) % ring_size).to(tl.int32)
         bank = tl.load(req_pool_indices + batch).to(tl.int64) * ring_size
-        base = state + layer.to(tl.int64) * layer_stride
-        for offset in range(accepted, num_draft_tokens):
-            row = bank + (first + offset) % ring_size
-            tl.store(base + row * WIDTH + column, empty, mask=column < WIDTH)
+        base = state + layer.to(tl.int64) * layer_stride + bank * WIDTH
+        for _ in range(accepted, num_draft_tokens):
+            tl.store(base + row.to(tl.int64) * WIDTH + column, empty, mask=column < WIDTH)
+            row = tl.where(row + 1 == ring_size, 0, row + 1)
 
 
 def run(
