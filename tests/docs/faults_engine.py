@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -10,10 +12,9 @@ import torch
 
 from dsv4_npu import addressing
 from dsv4_npu.compressor import plan as ring_plan
-from dsv4_npu.emulation import engine as engine_module
 from dsv4_npu.emulation.engine import Engine, RequestRun
 from dsv4_npu.emulation.result import audit_verdict, compare, leaks
-from dsv4_npu.spec import VerifyResult, accepted_rows
+from dsv4_npu.spec import VerifyResult, accepted_rows, accepted_tokens
 from tests.docs.faults import fault, refused
 from tests.docs.faults_life import probe
 from tests.emulation.harness import Bench, Setting, always, varied
@@ -49,7 +50,10 @@ def _(planted: bool, bench: Bench) -> list[str]:
             [int(result.predict[row % width if planted else row]) for row in rows] for rows in accepted_rows(result)
         ]
 
-    with mock.patch.object(engine_module, "accepted_tokens", tokens):
+    with ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("dsv4_npu.emulation.") and vars(module).get("accepted_tokens") is accepted_tokens:
+                patches.enter_context(mock.patch.object(module, "accepted_tokens", tokens))
         return run(bench, [20, 40], varied(SETTING.width))
 
 

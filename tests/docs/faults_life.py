@@ -224,8 +224,8 @@ def _(planted: bool, backend: str) -> list[str]:
     assert counters.served == len(trace)
     if not counters.retracted:
         return []
-    recomputed = f"recomputed_tokens {counters.recomputed_tokens} of {counters.prefilled_tokens} prefilled"
-    return [f"served {counters.served}, retracted {counters.retracted}, {recomputed}"]
+    again = counters.recomputed_tokens / counters.prefilled_tokens
+    return [f"served {counters.served}, retracted {counters.retracted}, {again:.0%} of the prefill was computed again"]
 
 
 @fault("row-at-admission")

@@ -61,12 +61,11 @@ def table(head: list[str], rows: list[list[object]]) -> str:
     cells = [head, *([str(one) for one in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     right = [all(re.fullmatch(r"-?\d+|–|", row[i]) for row in cells[1:]) for i in range(len(head))]
-    return block(
-        [
-            "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
-            for row in cells
-        ]
+    lines = (
+        "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
+        for row in cells
     )
+    return "".join(line.rstrip() + "\n" for line in lines)
 
 
 def wrong_values(text: str, facts: Mapping[str, object]) -> list[str]:

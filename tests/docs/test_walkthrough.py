@@ -41,5 +41,5 @@ def test_the_run_sees_a_missing_clear(bench: Any, monkeypatch: pytest.MonkeyPatc
     from tests.docs.walk import walk
 
     monkeypatch.setattr(StateKeeper, "clear_rejected", lambda *_: None)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="state row"):
         walk(bench)

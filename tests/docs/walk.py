@@ -7,8 +7,10 @@ docs/walkthrough.md are those of :func:`walk`, which asserts what the page says 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,11 +18,14 @@ import torch
 from dsv4_npu import addressing, ops
 from dsv4_npu.alloc import FamilyCounts
 from dsv4_npu.alloc.audit_view import AuditView
+from dsv4_npu.alloc.lifecycle import Lifecycle
 from dsv4_npu.alloc.request import Step
 from dsv4_npu.alloc.state import C128, STATE_NAMES
+from dsv4_npu.emulation.cache import PooledModel
 from dsv4_npu.emulation.drafters import ScriptedDrafter
 from dsv4_npu.emulation.engine import Engine, RequestRun
-from dsv4_npu.spec import VerifyResult, accepted_rows, accepted_tokens, plan_commit
+from dsv4_npu.emulation.states import StateKeeper
+from dsv4_npu.spec import VerifyResult, accepted_rows, accepted_tokens, plan_commit, verify
 from tests.docs.pages import block, table
 from tests.emulation.harness import Bench, Setting
 
@@ -51,7 +56,7 @@ class Round:
 
 
 class Recorder:
-    """An engine whose last verify round can be looked at."""
+    """An engine whose last verify round can be looked at; use it as a context manager."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -61,23 +66,33 @@ class Recorder:
         )
         self.engine: Engine = bench.engine(SETTING, drafter)
         self._seen: dict[str, Any] = {}
-        accept, plan, clear = self.engine._accept, self.engine.life.decode_plan, self.engine.states.clear_rejected
+        self._patches = ExitStack()
 
-        def accepting(candidates: torch.Tensor, *rest: Any) -> VerifyResult:
-            self._seen["candidates"], self._seen["result"] = candidates, accept(candidates, *rest)
-            return self._seen["result"]
+    def __enter__(self) -> Recorder:
+        accept, plan, clear = verify.verify_tree_greedy, Lifecycle.decode_plan, StateKeeper.clear_rejected
 
-        def planning(*args: Any) -> Step:
-            self._seen["step"] = plan(*args)
+        def accepting(predict: Any, index: Any, drafts: Any, candidates: Any, *rest: Any) -> None:
+            accept(predict, index, drafts, candidates, *rest)
+            self._seen |= {"candidates": candidates, "result": VerifyResult(predict, index, drafts + 1)}
+
+        def planning(life: Lifecycle, *args: Any) -> Step:
+            self._seen["step"] = plan(life, *args)
             return self._seen["step"]
 
-        def clearing(*args: Any) -> None:
-            self._seen["before_clear"] = self.engine.pools.c128_state.data.clone()
-            clear(*args)
+        def clearing(states: StateKeeper, *args: Any) -> None:
+            self._seen["before_clear"] = states.pools.c128_state.data.clone()
+            clear(states, *args)
 
-        self.engine._accept = accepting  # type: ignore[method-assign]
-        self.engine.life.decode_plan = planning  # type: ignore[method-assign]
-        self.engine.states.clear_rejected = clearing  # type: ignore[method-assign]
+        for where, name, hook in (
+            (verify, "verify_tree_greedy", accepting),
+            (Lifecycle, "decode_plan", planning),
+            (StateKeeper, "clear_rejected", clearing),
+        ):
+            self._patches.enter_context(mock.patch.object(where, name, hook))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
 
     @property
     def round(self) -> Round:
@@ -99,7 +114,12 @@ class Recorder:
 
 def walk(bench: Bench) -> Walk:
     """Run everything, check it, and return what the page quotes."""
-    out, recorder = Walk(), Recorder(bench)
+    with Recorder(bench) as recorder:
+        return _walk(recorder)
+
+
+def _walk(recorder: Recorder) -> Walk:
+    out, bench = Walk(), recorder.bench
     engine, alloc = recorder.engine, recorder.engine.alloc
     for length in range(3, 3 + SETTING.batch):
         recorder.submit(bench.prompt(length), 1)
@@ -252,7 +272,7 @@ def _verify(out: Walk, recorder: Recorder, run: RequestRun, page: int) -> None:
             ]
         )
         before, after = _empty(seen.before_clear[:, bank[j]]), _empty(ring.data[:, bank[j]])
-        assert (before, after) == (False, j >= accept_lens)
+        assert (before, after) == (False, j >= accept_lens), f"state row {bank[j]}: empty {before}, then {after}"
     head = ["input", "token", "j", "verify row", "position", "FULL slot", "SWA slot", "C4 slot", "C128 slot"]
     out.blocks["window"] = table([*head, "C128 ring row", "accepted"], verify_rows)
     index = seen.result.accept_index[b].tolist()
@@ -345,20 +365,19 @@ def _through_the_cache(recorder: Recorder, run: RequestRun, neighbour: RequestRu
     page.note("second finish")
     page.expect("held", 1)
     assert not neighbour.finish
-    forward = engine.pooled.forward
+    forward = PooledModel.forward
 
-    def evicting(*args: Any) -> torch.Tensor:
+    def evicting(model: PooledModel, *args: Any) -> torch.Tensor:
         assert alloc.epochs.in_flight == 1
         while alloc.state.c128_count[page.page]:
             assert cache.evict(FamilyCounts(0, 0, 1))
         page.note("eviction")
         page.expect("quarantined", 0)
         assert page.page not in alloc.state.free_list[C128][: alloc.state.free(C128)]
-        return forward(*args)
+        return forward(model, *args)
 
-    engine.pooled.forward = evicting  # type: ignore[method-assign]
-    recorder.step()
-    engine.pooled.forward = forward  # type: ignore[method-assign]
+    with mock.patch.object(PooledModel, "forward", evicting):
+        recorder.step()
     page.note("forward done")
     page.expect("free", 0)
     third = recorder.submit(bench.prompt(PROMPT), 5)
