@@ -28,8 +28,8 @@ class RingPlan:
         ratio: 4 or 128.
         width: q, the padded number of new rows per request.
         windows: E, the most windows that one request closes.
-        counts: windows closed per request (host).
-        first_entry: index of the first entry that each request closes (host).
+        counts: windows closed per request (host; empty in a plan made on the device).
+        first_entry: index of the first entry that each request closes (likewise).
         prior_rows: int64 ``[B, H]``; state rows of positions ``start − H .. start − 1``, the dummy row where a position
             is negative or not part of a window that this batch closes.
         gather: int64 ``[B, E, overlap · ratio]``; rows of ``[prior | new]`` that make up each window.

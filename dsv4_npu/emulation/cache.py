@@ -1,7 +1,12 @@
-"""Hugging Face cache layers that keep nothing themselves: every row lives in our pools, reached by our addressing."""
+"""Hugging Face cache layers that keep nothing themselves: every row lives in our pools, reached by our addressing.
+
+On the emulated device the model stands in for the NPU's attention kernels, so it works on the held memory of pools and
+plan: what it does inside counts neither as launches nor as reads of ours.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +14,7 @@ from typing import Any
 import torch
 
 from dsv4_npu.compressor import CompressorWeights, compress_batch
+from dsv4_npu.emulation.device import held, on_device
 from dsv4_npu.emulation.forward import BatchPlan
 from dsv4_npu.emulation.model import cache_argument, transformers_module
 from dsv4_npu.emulation.numerics import KeepFloat64
@@ -95,11 +101,24 @@ def _zero_unread(rows: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return torch.where(valid[..., None], rows, 0.0)
 
 
+def _held_pools(pools: DSV4Pools) -> DSV4Pools:
+    """The same pools over the CPU memory behind their slabs."""
+    twin = copy.copy(pools)
+    for name, slab in vars(pools).items():
+        if isinstance(slab, RowSlab | StateSlab):
+            alias = copy.copy(slab)
+            alias.data = held(slab.data)
+            if isinstance(alias, RowSlab):
+                alias.scale = held(alias.scale)
+            setattr(twin, name, alias)
+    return twin
+
+
 class PooledModel:
     """A Hugging Face DeepSeek-V4 model whose whole key-value memory is ``pools``."""
 
     def __init__(self, model: Any, pools: DSV4Pools) -> None:
-        self.model, self.pools = model, pools
+        self.model, self.pools = model, _held_pools(pools)
         self._batch: BatchPlan | None = None
         layer_class = _layer_class()
         layers = [
@@ -130,23 +149,22 @@ class PooledModel:
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor, batch: BatchPlan, layers: int | None = None) -> torch.Tensor:
-        """Logits ``[B, q, V]`` of ``tokens [B, q]``; rows past a request's length are meaningless.
+        """Logits ``[B, q, V]`` of ``tokens [B, q]`` on their device; rows past a request's length are meaningless.
 
         ``layers`` runs the first layers only (then the final norm and head), for early-exit drafts.
         """
-        self._batch = batch
+        self._batch = held(batch)
         try:
             with KeepFloat64(), self._masked_single_rows(), self._first_layers(layers):
                 out = self.model(
-                    input_ids=tokens,
-                    position_ids=batch.positions,
-                    attention_mask=batch.mask,
+                    input_ids=held(tokens),
+                    position_ids=self.batch.positions,
+                    attention_mask=self.batch.mask,
                     **{self._cache_argument: self._cache},
                 )
         finally:
             self._batch = None
-        logits: torch.Tensor = out.logits
-        return logits
+        return on_device(out.logits, tokens.device)
 
     @contextmanager
     def _first_layers(self, count: int | None) -> Iterator[None]:

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from dsv4_npu.budget import PoolSizes, sizes_for_tokens
 from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
+from dsv4_npu.emulation import device as emulated
 from dsv4_npu.emulation import tokenizer
 from dsv4_npu.emulation.drafters import Drafter, ScriptedDrafter, make_drafter
 from dsv4_npu.emulation.engine import Engine, EngineOptions
 from dsv4_npu.emulation.model import build_model
 from dsv4_npu.emulation.oracle import Oracle
+from dsv4_npu.emulation.printing import print_result, print_summary
 from dsv4_npu.emulation.result import RunResult, summarise
 from dsv4_npu.errors import ConfigError, InputError
 
@@ -56,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=positive, help="tokens per page (default: the platform's)")
     parser.add_argument("--c128-page-size", type=positive, default=16, help="C128 entries per page; below 16 for tests")
     parser.add_argument("--swa-ratio", type=float, default=1.0, help="SWA pages as a share of FULL pages")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", emulated.NAME),
+        default="cpu",
+        help="npu: the emulated one; see docs/emulated-npu.md",
+    )
+    parser.add_argument("--overlap", action="store_true", help="launch a round before the one before it is learned")
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the coins")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
 
@@ -103,6 +111,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"temperature = {args.temperature} with greedy acceptance; use --accept rejection")
     if args.temperature and args.drafter == "scripted":
         raise ConfigError("the scripted drafter follows the greedy oracle; use it with --temperature 0")
+    if args.overlap and args.drafter != "early-exit" and args.spec != ["none"]:
+        raise ConfigError(
+            f"--overlap with --drafter {args.drafter}: it looks at the history, which the host has one round late; "
+            "use --drafter early-exit"
+        )
+    if args.device == emulated.NAME:
+        emulated.activate()
     torch.set_num_threads(1)
     spec_model = ModelSpec.load(args.model)
     if spec_model.vocab_size < tokenizer.BYTES:
@@ -121,11 +136,11 @@ def run(args: argparse.Namespace) -> int:
     for config in configs:
         result = _run_one(args, console, model, oracle, config, prompts)
         results.append(result)
-        _print_result(console, result)
+        print_result(console, result)
     if args.json:
         args.json.write_text(json.dumps({"runs": [r.to_json() for r in results]}, indent=1) + "\n", encoding="utf-8")
         console.print(f"numbers written to {args.json}")
-    _print_summary(console, results)
+    print_summary(console, results)
     return 0 if all(r.ok for r in results) else 1
 
 
@@ -143,12 +158,22 @@ def _run_one(
     )
     if args.accept == "rejection":
         label += f", rejection sampling at temperature {args.temperature:g}"
+    if args.device != "cpu":
+        label += f", device {args.device} (emulated)"
+    if args.overlap:
+        label += ", overlap"
     drafter: Drafter | None = None
     if spec.verify_width > 1:
         scripted = args.drafter == "scripted"
         drafter = scripted_drafter(oracle, prompts, config.model.vocab_size) if scripted else make_drafter(args.drafter)
     options = EngineOptions(
-        batch=args.batch, chunk=args.chunk, accept=args.accept, temperature=args.temperature, seed=args.seed
+        batch=args.batch,
+        chunk=args.chunk,
+        accept=args.accept,
+        temperature=args.temperature,
+        seed=args.seed,
+        device=args.device,
+        overlap=args.overlap,
     )
     columns = (
         TextColumn("{task.description}"),
@@ -175,55 +200,3 @@ def _run_one(
                 oracle.greedy(request.prompt, len(request.outputs))
                 progress.advance(check)
         return summarise(engine, requests, oracle, label, bool(args.temperature), seconds)
-
-
-def _print_result(console: Console, result: RunResult) -> None:
-    table = Table(title=result.label, title_justify="left")
-    for name in ("request", "prompt", "new", "rounds", "rows accepted: rounds", "logit error", "identical", "output"):
-        table.add_column(name, justify="right" if name in ("request", "prompt", "new", "rounds") else "left")
-    for r in result.requests:
-        histogram = "  ".join(f"{k}:{v}" for k, v in r.accept_histogram.items())
-        verdict = "yes" if r.identical else f"NO (token {r.first_difference})"
-        text = tokenizer.decode(r.outputs)
-        table.add_row(
-            str(r.rid),
-            str(r.prompt_tokens),
-            str(len(r.outputs)),
-            str(r.rounds),
-            histogram,
-            f"{r.max_logit_error:.1e}",
-            verdict,
-            text[:28] + ("…" if len(text) > 28 else ""),
-        )
-    console.print(table)
-    families = Table()
-    for name in ("family", "pages held", "peak", "of", "MiB"):
-        families.add_column(name, justify="left" if name == "family" else "right")
-    for f in result.families:
-        families.add_row(f.name, str(f.used), str(f.peak), str(f.total), f"{f.bytes / 2**20:.2f}")
-    console.print(families)
-
-
-def _print_summary(console: Console, results: list[RunResult]) -> None:
-    table = Table(title="summary", title_justify="left")
-    for name in ("run", "identical", "audit", "leaks", "verify rounds", "rows per round", "seconds"):
-        table.add_column(name)
-    for r in results:
-        accepted = sum(q.mean_accept * q.rounds for q in r.requests)
-        rounds = sum(q.rounds for q in r.requests)
-        table.add_row(
-            r.label,
-            "yes" if r.identical else "NO",
-            r.audit,
-            ", ".join(r.leaked) or "none",
-            str(r.rounds),
-            f"{accepted / rounds:.2f}" if rounds else "-",
-            f"{r.seconds:.1f}",
-        )
-    console.print(table)
-    worst = max((q.max_logit_error for r in results for q in r.requests), default=0.0)
-    margin = min((q.min_margin for r in results for q in r.requests), default=0.0)
-    console.print(
-        f"identical = {'yes' if all(r.identical for r in results) else 'NO'} "
-        f"(largest logit difference {worst:.1e}, smallest top-2 margin {margin:.1e})"
-    )

@@ -24,25 +24,35 @@ DraftStep = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Drafter(Protocol):
-    """Proposes k tokens per request. ``histories`` are prompt + outputs; the last token of each is the root."""
+    """Proposes k tokens per request.
+
+    ``needs_history``: it looks at prompt + outputs on the host, so every round must be learned before the next one is
+    drafted. A drafter without that need works from the roots on the device alone.
+    """
 
     name: str
+    needs_history: bool
 
-    def propose(self, histories: Sequence[Sequence[int]], count: int, step: DraftStep) -> Drafts:
-        """Drafts for a batch; ``step`` gives access to the model's first layers over the pools."""
+    def propose(self, roots: torch.Tensor, histories: Sequence[Sequence[int]], count: int, step: DraftStep) -> Drafts:
+        """Drafts for a batch.
+
+        ``roots``: int64 ``[bs]`` on the device, the last token of each history. ``histories``: prompt + outputs, empty
+        for a drafter that does not need them. ``step`` gives access to the model's first layers over the pools.
+        """
 
 
 class NgramDrafter:
     """Prompt lookup: what followed the last occurrence of the current suffix of up to ``longest`` tokens."""
 
     name = "ngram"
+    needs_history = True
 
     def __init__(self, longest: int = 4, lookback: int = 2048) -> None:
         self.longest, self.lookback = longest, lookback
 
-    def propose(self, histories: Sequence[Sequence[int]], count: int, step: DraftStep) -> Drafts:
+    def propose(self, roots: torch.Tensor, histories: Sequence[Sequence[int]], count: int, step: DraftStep) -> Drafts:
         """See :class:`Drafter`; a history without a repeated suffix repeats its last token."""
-        del step
+        del roots, step
         return Drafts(torch.tensor([self._one(h, count) for h in histories], dtype=torch.int64).view(-1, count))
 
     def _one(self, history: Sequence[int], count: int) -> list[int]:
@@ -64,15 +74,15 @@ class EarlyExitDrafter:
     """
 
     name = "early-exit"
+    needs_history = False
 
-    def propose(self, histories: Sequence[Sequence[int]], count: int, step: DraftStep) -> Drafts:
+    def propose(self, roots: torch.Tensor, histories: Sequence[Sequence[int]], count: int, step: DraftStep) -> Drafts:
         """See :class:`Drafter`."""
-        token = torch.tensor([h[-1] for h in histories], dtype=torch.int64)
-        tokens = []
+        del histories
+        tokens = [roots]
         for offset in range(count):
-            token = step(token, offset).argmax(-1)
-            tokens.append(token)
-        return Drafts(torch.stack(tokens, dim=1) if tokens else token.new_zeros((len(histories), 0)))
+            tokens.append(step(tokens[-1], offset).argmax(-1))
+        return Drafts(torch.stack(tokens, dim=1)[:, 1:])
 
 
 class ScriptedDrafter:
@@ -85,15 +95,16 @@ class ScriptedDrafter:
     """
 
     name = "scripted"
+    needs_history = True
 
     def __init__(
         self, continuation: Callable[[Sequence[int], int], list[int]], accept: Callable[[int, int], int], vocab: int
     ) -> None:
         self.continuation, self.accept, self.vocab = continuation, accept, vocab
 
-    def propose(self, histories: Sequence[Sequence[int]], count: int, step: DraftStep) -> Drafts:
+    def propose(self, roots: torch.Tensor, histories: Sequence[Sequence[int]], count: int, step: DraftStep) -> Drafts:
         """See :class:`Drafter`."""
-        del step
+        del roots, step
         rows = []
         for b, history in enumerate(histories):
             right = self.continuation(history, count)

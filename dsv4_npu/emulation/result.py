@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dsv4_npu.emulation.costs import StepCosts
 from dsv4_npu.emulation.engine import Engine, RequestRun
 from dsv4_npu.emulation.oracle import Oracle
 from dsv4_npu.errors import AuditError
@@ -51,7 +52,10 @@ class FamilyUsage:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A whole run. ``ok`` only if every request equals the oracle, the audit is clean and every page came back."""
+    """A whole run. ``ok`` only if every request equals the oracle, the audit is clean and every page came back.
+
+    ``device``: what decode steps cost on the emulated device; None on a CPU.
+    """
 
     label: str
     requests: list[RequestResult]
@@ -60,6 +64,7 @@ class RunResult:
     leaked: list[str]
     rounds: int
     seconds: float
+    device: StepCosts | None = None
 
     @property
     def identical(self) -> bool:
@@ -156,4 +161,5 @@ def summarise(
         leaked=leaks(engine),
         rounds=engine.rounds,
         seconds=seconds,
+        device=None if engine.options.device == "cpu" else StepCosts.of(engine.costs),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,25 +36,16 @@ class StateKeeper:
         for state in self._c128 + (self._c4 if cleanup.c4_request_bank else []):
             ops.clear_request_states_(state.data, row, state.ring)
 
-    def clear_rejected(
-        self, rows: np.ndarray[Any, Any], seq_lens: np.ndarray[Any, Any], accept_lens: torch.Tensor, width: int
-    ) -> None:
-        """Empty the C128 rows of rejected drafts in every layer, with one call."""
+    def clear_rejected(self, rows: torch.Tensor, seq_lens: torch.Tensor, accept_lens: torch.Tensor, width: int) -> None:
+        """Empty the C128 rows of rejected drafts in every layer, with one launch; tensors ``[bs]`` on the device."""
         for state in self._c128:
-            ops.clear_c128_draft_states_(
-                state.data,
-                torch.from_numpy(rows).to(state.data.device),
-                torch.from_numpy(seq_lens).to(state.data.device),
-                accept_lens,
-                state.ring,
-                width,
-            )
+            ops.clear_c128_draft_states_(state.data, rows, seq_lens, accept_lens, state.ring, width)
 
     def before_forward(self, requests: Sequence[Request]) -> None:
         """Empty C4 banks of SWA pages that changed hands, and restore captured C4 rows of freshly admitted requests."""
         pages = self.alloc.drain_freed_swa()
         if len(pages) and self.pools.c4_state_by_page:
-            banks = torch.from_numpy(np.unique(pages).astype(np.int64)).to(self.pools.device)
+            banks = torch.from_numpy(np.unique(pages).astype(np.int64)).to(self.pools.device, non_blocking=True)
             for state in self._c4:
                 ops.clear_request_states_(state.data, banks, state.ring)
         for request in requests:

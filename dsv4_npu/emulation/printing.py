@@ -1,0 +1,75 @@
+"""Tables of a run for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from dsv4_npu.emulation import tokenizer
+from dsv4_npu.emulation.costs import StepCosts
+from dsv4_npu.emulation.result import RunResult
+
+
+def print_result(console: Console, result: RunResult) -> None:
+    table = Table(title=result.label, title_justify="left")
+    for name in ("request", "prompt", "new", "rounds", "rows accepted: rounds", "logit error", "identical", "output"):
+        table.add_column(name, justify="right" if name in ("request", "prompt", "new", "rounds") else "left")
+    for r in result.requests:
+        histogram = "  ".join(f"{k}:{v}" for k, v in r.accept_histogram.items())
+        verdict = "yes" if r.identical else f"NO (token {r.first_difference})"
+        text = tokenizer.decode(r.outputs)
+        table.add_row(
+            str(r.rid),
+            str(r.prompt_tokens),
+            str(len(r.outputs)),
+            str(r.rounds),
+            histogram,
+            f"{r.max_logit_error:.1e}",
+            verdict,
+            text[:28] + ("…" if len(text) > 28 else ""),
+        )
+    console.print(table)
+    families = Table()
+    for name in ("family", "pages held", "peak", "of", "MiB"):
+        families.add_column(name, justify="left" if name == "family" else "right")
+    for f in result.families:
+        families.add_row(f.name, str(f.used), str(f.peak), str(f.total), f"{f.bytes / 2**20:.2f}")
+    console.print(families)
+    if result.device is not None:
+        _print_device(console, result.device)
+
+
+def _print_device(console: Console, costs: StepCosts) -> None:
+    table = Table(title=f"{costs.steps} decode steps on the emulated device", title_justify="left")
+    for name in ("event", "per step", "most in a step", "in a steady step"):
+        table.add_column(name, justify="left" if name == "event" else "right")
+    for line in costs.lines:
+        steady = "-" if line.steady is None else f"{line.steady:g}"
+        table.add_row(line.event, f"{line.total / max(costs.steps, 1):.2f}", str(line.most), steady)
+    console.print(table)
+    console.print("the model stands in for the attention kernels: what it does inside is not counted")
+
+
+def print_summary(console: Console, results: list[RunResult]) -> None:
+    table = Table(title="summary", title_justify="left")
+    for name in ("run", "identical", "audit", "leaks", "verify rounds", "rows per round", "seconds"):
+        table.add_column(name)
+    for r in results:
+        accepted = sum(q.mean_accept * q.rounds for q in r.requests)
+        rounds = sum(q.rounds for q in r.requests)
+        table.add_row(
+            r.label,
+            "yes" if r.identical else "NO",
+            r.audit,
+            ", ".join(r.leaked) or "none",
+            str(r.rounds),
+            f"{accepted / rounds:.2f}" if rounds else "-",
+            f"{r.seconds:.1f}",
+        )
+    console.print(table)
+    worst = max((q.max_logit_error for r in results for q in r.requests), default=0.0)
+    margin = min((q.min_margin for r in results for q in r.requests), default=0.0)
+    console.print(
+        f"identical = {'yes' if all(r.identical for r in results) else 'NO'} "
+        f"(largest logit difference {worst:.1e}, smallest top-2 margin {margin:.1e})"
+    )
