@@ -1,40 +1,25 @@
 """One accept_lens and one C128 page id on their way through the package: a real run that notes what it sees.
 
-Three prompts go through the engine on the tiny model (platform a3, D = 4, one C128 entry per page). The numbers of
+Prompts go through the engine on the tiny model (platform a3, D = 4, one C128 entry per page). The numbers of
 docs/walkthrough.md are those of :func:`walk`, which asserts what the page says about them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
 from dsv4_npu import addressing, ops
 from dsv4_npu.alloc import FamilyCounts
-from dsv4_npu.alloc.audit_view import AuditView
-from dsv4_npu.alloc.lifecycle import Lifecycle
-from dsv4_npu.alloc.request import Step
-from dsv4_npu.alloc.state import C128, STATE_NAMES
-from dsv4_npu.emulation.cache import PooledModel
-from dsv4_npu.emulation.drafters import ScriptedDrafter
+from dsv4_npu.alloc.state import C128
 from dsv4_npu.emulation.engine import Engine, RequestRun
-from dsv4_npu.emulation.states import StateKeeper
-from dsv4_npu.spec import VerifyResult, accepted_rows, accepted_tokens, plan_commit, verify
+from dsv4_npu.spec import accepted_rows, accepted_tokens, plan_commit
+from tests.docs.page_life import PageLife, through_the_cache
 from tests.docs.pages import block, table
-from tests.emulation.harness import Bench, Setting
-
-WIDTH = 4
-SETTING = Setting(platform="a3", width=WIDTH, c128_page=1, chunk=256, batch=5, context=640)
-#: Drafts that the target accepts in the round that is followed (the history is the prompt and R then), and in others.
-FOLLOWED, OTHERS, PROMPT = 2, 1, 126
-#: The neighbour needs a new page in the round that is followed, so the pages of the two requests alternate.
-NEIGHBOUR = 504
+from tests.docs.recorder import NEIGHBOUR, PROMPT, SETTING, WIDTH, Recorder
+from tests.emulation.harness import Bench
 
 
 @dataclass
@@ -43,73 +28,6 @@ class Walk:
 
     blocks: dict[str, str] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass
-class Round:
-    """What a verify round left to look at."""
-
-    step: Step
-    candidates: torch.Tensor
-    result: VerifyResult
-    before_clear: torch.Tensor
-
-
-class Recorder:
-    """An engine whose last verify round can be looked at; use it as a context manager."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.prompts: list[list[int]] = []
-        drafter = ScriptedDrafter(
-            self._continuation, lambda b, length: FOLLOWED if length == PROMPT + 1 else OTHERS, bench.spec.vocab_size
-        )
-        self.engine: Engine = bench.engine(SETTING, drafter)
-        self._seen: dict[str, Any] = {}
-        self._patches = ExitStack()
-
-    def __enter__(self) -> Recorder:
-        accept, plan, clear = verify.verify_tree_greedy, Lifecycle.decode_plan, StateKeeper.clear_rejected
-
-        def accepting(predict: Any, index: Any, drafts: Any, candidates: Any, *rest: Any) -> None:
-            accept(predict, index, drafts, candidates, *rest)
-            self._seen |= {"candidates": candidates, "result": VerifyResult(predict, index, drafts + 1)}
-
-        def planning(life: Lifecycle, *args: Any) -> Step:
-            self._seen["step"] = plan(life, *args)
-            return self._seen["step"]
-
-        def clearing(states: StateKeeper, *args: Any) -> None:
-            self._seen["before_clear"] = states.pools.c128_state.data.clone()
-            clear(states, *args)
-
-        for where, name, hook in (
-            (verify, "verify_tree_greedy", accepting),
-            (Lifecycle, "decode_plan", planning),
-            (StateKeeper, "clear_rejected", clearing),
-        ):
-            self._patches.enter_context(mock.patch.object(where, name, hook))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patches.close()
-
-    @property
-    def round(self) -> Round:
-        return Round(**self._seen)
-
-    def submit(self, prompt: list[int], new_tokens: int) -> RequestRun:
-        self.prompts.append(prompt)
-        return self.engine.submit(prompt, new_tokens)
-
-    def step(self) -> None:
-        assert self.engine.step()
-        self.engine.alloc.audit()
-
-    def _continuation(self, history: Sequence[int], count: int) -> list[int]:
-        prompt = max((p for p in self.prompts if list(history[: len(p)]) == p), key=len)
-        done = len(history) - len(prompt)
-        return self.bench.oracle.greedy(prompt, done + count).tokens[done:]
 
 
 def walk(bench: Bench) -> Walk:
@@ -134,13 +52,13 @@ def _walk(recorder: Recorder) -> Walk:
         assert plan.need == FamilyCounts(1, 1, 1)
         plan.commit(slots=False)
     _describe_rows(out, engine)
-    life_of_page = _PageLife(engine, int(alloc.state.free_list[C128][alloc.state.free(C128) - 1]))
+    life_of_page = PageLife(engine, int(alloc.state.free_list[C128][alloc.state.free(C128) - 1]))
     page = life_of_page.page
     _transaction(out, engine, run, life_of_page)
     _verify(out, recorder, run, page)
     life_of_page.note("take-over")
     _next_round(out, recorder, run)
-    _through_the_cache(recorder, run, neighbour, life_of_page)
+    through_the_cache(recorder, run, neighbour, life_of_page)
     out.blocks["page-life"] = life_of_page.table()
     out.blocks["tree"] = _tree()
     out.facts |= {"page": page, "granule": engine.life.cache.granule if engine.life.cache else 0}
@@ -167,36 +85,7 @@ def _describe_rows(out: Walk, engine: Engine) -> None:
     out.blocks["rows"] = table(head, rows)
 
 
-class _PageLife:
-    """The states of one C128 page, one line a moment."""
-
-    def __init__(self, engine: Engine, page: int) -> None:
-        self.engine, self.page = engine, page
-        self.rows: list[list[object]] = []
-        self.note("before the round")
-
-    def note(self, moment: str) -> None:
-        alloc = self.engine.alloc
-        alloc.audit()
-        state = alloc.state
-        self.rows.append(
-            [
-                len(self.rows) + 1,
-                moment,
-                STATE_NAMES[state.page_state[C128][self.page]],
-                int(state.c128_count[self.page]),
-                AuditView(alloc, True).holders_of(C128, self.page),
-            ]
-        )
-
-    def expect(self, state: str, count: int) -> None:
-        assert self.rows[-1][2:4] == [state, count], self.rows[-1]
-
-    def table(self) -> str:
-        return table(["", "moment", "state", "count", "named by"], self.rows)
-
-
-def _transaction(out: Walk, engine: Engine, run: RequestRun, page: _PageLife) -> None:
+def _transaction(out: Walk, engine: Engine, run: RequestRun, page: PageLife) -> None:
     """What ``decode_plan`` does in one call, by hand, so that one can look between reserve and commit."""
     alloc, life = engine.alloc, engine.life
     page.expect("free", 0)
@@ -342,55 +231,6 @@ def _next_round(out: Walk, recorder: Recorder, run: RequestRun) -> None:
     assert not _empty(pools.c128_state.data[:, int(addressing.request_state_rows(run.row, position, 256))])
     out.facts |= {"next_root": int(seen.candidates[b, 0]), "next_slot": rejected}
     assert engine.life.cache is not None
-
-
-def _through_the_cache(recorder: Recorder, run: RequestRun, neighbour: RequestRun, page: _PageLife) -> None:
-    engine, alloc, bench = recorder.engine, recorder.engine.alloc, recorder.bench
-    cache = engine.life.cache
-    assert cache is not None
-    page.expect("held", 2)
-    shared = [*run.prompt, *run.outputs[:2]]
-    second = recorder.submit([*shared, *bench.prompt(20)], 12)
-    recorder.step()
-    assert second.cached == len(shared) == cache.granule
-    assert alloc.state.c128_table[second.row, 0] == page.page
-    page.note("prefix hit")
-    page.expect("held", 3)
-    while not run.finish:
-        recorder.step()
-    page.note("first finish")
-    page.expect("held", 2)
-    while not second.finish:
-        recorder.step()
-    page.note("second finish")
-    page.expect("held", 1)
-    assert not neighbour.finish
-    forward = PooledModel.forward
-
-    def evicting(model: PooledModel, *args: Any) -> torch.Tensor:
-        assert alloc.epochs.in_flight == 1
-        while alloc.state.c128_count[page.page]:
-            assert cache.evict(FamilyCounts(0, 0, 1))
-        page.note("eviction")
-        page.expect("quarantined", 0)
-        assert page.page not in alloc.state.free_list[C128][: alloc.state.free(C128)]
-        return forward(model, *args)
-
-    with mock.patch.object(PooledModel, "forward", evicting):
-        recorder.step()
-    page.note("forward done")
-    page.expect("free", 0)
-    third = recorder.submit(bench.prompt(PROMPT), 5)
-    while not third.rounds:
-        recorder.step()
-    page.note("third request")
-    page.expect("held", 2)
-    assert page.page in alloc.state.c128_table[third.row]
-    for one in engine.run():
-        bench.check(one)
-    cache.clear()
-    alloc.audit()
-    assert not any(used for used, _, _ in alloc.usage().values())
 
 
 def _tree() -> str:
