@@ -23,6 +23,7 @@ ROOMS = (
     "emulation",
     "replay",
     "spec",
+    "movement",
     "pools",
     "alloc",
     "sampling",

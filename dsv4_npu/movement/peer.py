@@ -1,0 +1,92 @@
+"""A snapshot from one process to another over ``torch.distributed``: rows by position, addresses stay at home.
+
+Each side finds the rows by its own tables and rings, so rings, page sizes, page tables and C4 ownership may differ.
+Row formats may not; the receiver checks them before any row is on its way, and its answer makes both sides fail.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsv4_npu.errors import InputError
+from dsv4_npu.movement.belongings import describe
+from dsv4_npu.movement.rows import Layout, check_layout
+from dsv4_npu.movement.snapshot import Snapshot
+from dsv4_npu.pools import DSV4Pools
+
+#: Stored scores of this project include the position bias (ape); rows of the other convention must not be mixed in.
+CONVENTION = "kv | score with position bias"
+_MAX_HEADER = 1 << 20
+
+
+def _send_bytes(values: torch.Tensor, peer: int, group: Any) -> None:
+    if values.numel():
+        dist.send(values.contiguous().view(torch.uint8), peer, group)
+
+
+def send_snapshot(snapshot: Snapshot, peer: int, group: Any = None) -> None:
+    """Send a snapshot to rank ``peer``; raises InputError when the peer refuses it, before any row is sent."""
+    header = {
+        "convention": CONVENTION,
+        "length": snapshot.length,
+        "digest": snapshot.digest,
+        "layout": snapshot.layout,
+        "shapes": {name: [list(t.shape) for t in tensors] for name, tensors in snapshot.rows.items()},
+    }
+    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    dist.send(torch.tensor([text.numel()]), peer, group)
+    dist.send(text, peer, group)
+    answer = torch.zeros(1, dtype=torch.int64)
+    dist.recv(answer, peer, group)
+    if not int(answer):
+        raise InputError(f"peer {peer} refused the snapshot of {snapshot.length} tokens: its error says why")
+    for tensors in snapshot.rows.values():
+        for values in tensors:
+            _send_bytes(values, peer, group)
+
+
+def receive_snapshot(pools: DSV4Pools, peer: int, group: Any = None) -> Snapshot:
+    """Receive a snapshot for ``pools`` from rank ``peer``; InputError (on both sides) for rows that do not fit."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, peer, group)
+    if not 0 < int(size) <= _MAX_HEADER:
+        raise InputError(f"peer {peer}: a header of {int(size)} bytes: 1 to {_MAX_HEADER} is allowed")
+    text = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(text, peer, group)
+    header = json.loads(bytes(text.tolist()))
+    try:
+        layout = _check_header(header, pools)
+    except InputError:
+        dist.send(torch.zeros(1, dtype=torch.int64), peer, group)
+        raise
+    dist.send(torch.ones(1, dtype=torch.int64), peer, group)
+    rows = {}
+    for name, kinds in layout.items():
+        received = []
+        for shape, (_, kind, _) in zip(header["shapes"][name], kinds, strict=True):
+            item = getattr(torch, kind).itemsize
+            raw = torch.empty((*shape[:-1], shape[-1] * item), dtype=torch.uint8)
+            if raw.numel():
+                dist.recv(raw, peer, group)
+            received.append(raw.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]))
+        rows[name] = tuple(received)
+    return Snapshot(header["length"], header["digest"], layout, rows)
+
+
+def _check_header(header: dict[str, Any], pools: DSV4Pools) -> Layout:
+    if header["convention"] != CONVENTION:
+        raise InputError(f"state rows of convention {header['convention']!r}: {CONVENTION!r} is needed")
+    layout = {name: [(n, kind, width) for n, kind, width in given] for name, given in header["layout"].items()}
+    check_layout(layout, pools)
+    spans = describe(pools.config, header["length"])
+    for name, kinds in layout.items():
+        if header["shapes"][name] != [[n, spans[name].size, width] for n, _, width in kinds]:
+            raise InputError(
+                f"family {name!r}: rows of shapes {header['shapes'][name]}; at length {header['length']} "
+                f"{spans[name].size} rows belong to a request"
+            )
+    return layout
