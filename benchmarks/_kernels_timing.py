@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-REPEATS = 9
+REPEATS = 11
 Run = Callable[[Any], object]
 
 
@@ -34,19 +34,21 @@ class Card:
     launch: tuple[float, float, float]
 
 
-def from_python(run: Run, sets: Sequence[Any], calls: int) -> float:
-    """Microseconds per call."""
-    for x in sets:
-        run(x)
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for x in itertools.islice(itertools.cycle(sets), calls):
+def from_python(runs: Sequence[Run], sets: Sequence[Any], calls: int) -> list[float]:
+    """Microseconds per call of each of ``runs``, taken in turns: a host's speed drifts, a turn's runs share it."""
+    for run in runs:
+        for x in sets:
             run(x)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(REPEATS):
+        for run, mine in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            for x in itertools.islice(itertools.cycle(sets), calls):
+                run(x)
+            torch.cuda.synchronize()
+            mine.append((time.perf_counter() - start) / calls * 1e6)
+    return [statistics.median(mine) for mine in times]
 
 
 def in_graph(run: Run, sets: Sequence[Any], calls: int) -> float:
@@ -75,11 +77,6 @@ def by_events(run: Run, sets: Sequence[Any]) -> float:
     return 1e3 * float(do_bench(lambda: run(next(turn)), warmup=20, rep=60, return_mode="median"))
 
 
-def all_ways(run: Run, bare: Run, sets: Sequence[Any], calls: int) -> tuple[float, float, float]:
-    """The three times in order; ``bare`` is what goes into the graph, where host time does not count."""
-    return from_python(run, sets, calls), by_events(run, sets), in_graph(bare, sets, calls)
-
-
 def measure_card(empty_launch: Callable[[torch.Tensor], object]) -> Card:
     """Bandwidths over 2 GiB each, and the cost of launching a kernel that does nothing."""
     big = torch.randn(2**29, device="cuda")
@@ -89,10 +86,11 @@ def measure_card(empty_launch: Callable[[torch.Tensor], object]) -> Card:
     copy = 2 * size / by_events(lambda _: other.copy_(big), [None]) * 1e6
     read = size / by_events(lambda _: big.sum(), [None]) * 1e6
     one = big[:16]
+    empty: Run = lambda _: empty_launch(one)  # noqa: E731
     return Card(
         torch.cuda.get_device_name(),
         fill,
         copy,
         read,
-        all_ways(lambda _: empty_launch(one), lambda _: empty_launch(one), [None], 400),
+        (from_python([empty], [None], 400)[0], by_events(empty, [None]), in_graph(empty, [None], 400)),
     )

@@ -32,7 +32,7 @@ import triton
 from _kernels_case import Case
 from _kernels_memory import memory_cases
 from _kernels_sampling import sampling_cases
-from _kernels_timing import Card, all_ways, from_python, measure_card
+from _kernels_timing import Card, by_events, from_python, in_graph, measure_card
 
 SGLANG_FILES = {
     "clear": ("dsv4_c128_cleanup", "clear_unaccepted_c128_draft_states"),
@@ -85,14 +85,18 @@ def cases(device: str, small: bool, names: list[str], rivals: dict[str, Any]) ->
 def measure(case: Case, card: Card) -> Row:
     sets = [case.make(seed) for seed in range(case.sets)]
     touched = sum(case.touched(x) for x in sets) / len(sets)
+    bare, ours, *others = from_python([case.bare, case.ours, *case.rivals.values()], sets, case.calls)
     return Row(
         case.op,
         case.size,
         case.batch,
         touched / getattr(card, case.ceiling) * 1e6,
-        from_python(case.bare, sets, case.calls),
-        all_ways(case.ours, case.bare, sets, case.calls),
-        {name: all_ways(run, run, sets, case.calls) for name, run in case.rivals.items()},
+        bare,
+        (ours, by_events(case.ours, sets), in_graph(case.bare, sets, case.calls)),
+        {
+            name: (python, by_events(run, sets), in_graph(run, sets, case.calls))
+            for python, (name, run) in zip(others, case.rivals.items(), strict=True)
+        },
     )
 
 
