@@ -308,32 +308,24 @@ def show(table: list[Row], launch: tuple[float, float], card: str, bandwidth: fl
     print("us; limit = 1.5 x floor + one launch; host = host time of a bare call, checked = of the public function")
 
 
-SWEEP = [
-    (_draw_triton.Tiling(2048, 4, True), (4,)),
-    (_draw_triton.Tiling(2048, 4, True, 80), (4, 6)),
-    (_draw_triton.Tiling(2048, 4, True, 64), (4, 6, 8)),
-    (_draw_triton.Tiling(1024, 4, True, 64), (4, 8)),
-    (_draw_triton.Tiling(1024, 2, True), (8,)),
-    (_draw_triton.Tiling(1024, 2, True, 80), (8, 12)),
-    (_draw_triton.Tiling(1024, 2, True, 64), (8, 16)),
-    (_draw_triton.Tiling(512, 1, True), (16,)),
-    (_draw_triton.Tiling(512, 1, True, 64), (16, 32)),
-    (_draw_triton.Tiling(4096, 8, True, 64), (2, 4)),
-]
+SWEEP = {
+    CHAIN: [(2048, 4, 4), (1024, 2, 8), (2048, 2, 4), (1024, 4, 6), (4096, 8, 2)],
+    TREE: [(512, 1, 16), (512, 1, 12), (512, 1, 20), (1024, 1, 8), (1024, 1, 12), (1024, 2, 8), (2048, 4, 4)],
+}
 
 
 def sweep(drafts: int, vocab: int) -> None:
-    """Our kernels at other block sizes, warps and numbers of programs; times in a graph."""
+    """Our kernels at other block sizes, warps and programs per processor; times in a graph."""
     batches = (1, 16, 64)
     sets = {bs: make_sets(bs, drafts, vocab) for bs in batches}
-    before = _draw_triton.GPU_TILING, _draw_triton.GPU_PROGRAMS_PER_PROCESSOR
-    for op, (tile, several) in itertools.product((CHAIN, TREE), SWEEP):
-        for programs in several:
-            _draw_triton.GPU_TILING, _draw_triton.GPU_PROGRAMS_PER_PROCESSOR = tile, programs
-            _draw_triton.plan.cache_clear()
+    for op, tilings in SWEEP.items():
+        module = importlib.import_module(f"dsv4_npu.ops.{op}.triton")
+        before = module.GPU_TILING
+        for block, warps, programs in tilings:
+            module.GPU_TILING = _draw_triton.Tiling(block, ahead=True, warps=warps, programs=programs)
             times = "".join(f"{graph_us(run_ours(op), sets[bs]):8.1f}" for bs in batches)
-            print(f"{op[:5]} {tile} programs {programs:>2}: {times} us at batch {batches}")
-    _draw_triton.GPU_TILING, _draw_triton.GPU_PROGRAMS_PER_PROCESSOR = before
+            print(f"{op[:5]} {module.GPU_TILING}: {times} us at batch {batches}")
+        module.GPU_TILING = before
 
 
 def main() -> None:

@@ -25,36 +25,29 @@ class Tiling:
     """How many weights a program takes at once, whether it asks for the next block early, and what a GPU gives it."""
 
     block: int
-    warps: int
     ahead: bool
-    registers: int | None = None  # per thread, at most; fewer let more programs live on a processor
+    warps: int = 4
+    programs: int = 0  # per processor that share the rows; 0: one program per row
 
 
-# Elsewhere a block and its double buffers, which Ascend's compiler adds by itself, have to fit into 192 KiB of unified
-# memory.
-GPU_TILING = Tiling(2048, 4, ahead=True)
-TILING = Tiling(4096, 8, ahead=False)
-GPU_PROGRAMS_PER_PROCESSOR = 4
+# A block and its double buffers, which Ascend's compiler adds by itself, have to fit into 192 KiB of unified memory.
+TILING = Tiling(4096, ahead=False)
 
 
-def tiling(device: torch.device) -> Tiling:
-    return GPU_TILING if device.type == "cuda" else TILING
-
-
-def programs_per_row(batch: int, blocks: int, device: torch.device) -> int:
+def programs_per_row(batch: int, blocks: int, tile: Tiling, device: torch.device) -> int:
     """How many programs share a row: enough to keep a GPU busy, elsewhere one."""
-    if device.type != "cuda":
+    if tile.programs == 0 or device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device.index).multi_processor_count
-    return max(1, min(blocks, GPU_PROGRAMS_PER_PROCESSOR * processors // batch))
+    return max(1, min(blocks, tile.programs * processors // batch))
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(batch: int, vocab: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """How many programs share a row, and the constants of the launch."""
-    tile = tiling(device)
+def plan(batch: int, vocab: int, device: torch.device, gpu: Tiling) -> tuple[int, dict[str, int]]:
+    """How many programs share a row, and the constants of the launch; ``gpu`` is the tiling on a GPU."""
+    tile = gpu if device.type == "cuda" else TILING
     blocks = cdiv(vocab, tile.block)
-    parts = programs_per_row(batch, blocks, device)
+    parts = programs_per_row(batch, blocks, tile, device)
     constants = {
         "SHARED": parts > 1,
         "BLOCKS": next_power_of_2(blocks),
@@ -62,8 +55,6 @@ def plan(batch: int, vocab: int, device: torch.device) -> tuple[int, dict[str, i
         "AHEAD": tile.ahead,
         "num_warps": tile.warps,
     }
-    if tile.registers is not None:
-        constants["maxnreg"] = tile.registers
     return parts, constants
 
 

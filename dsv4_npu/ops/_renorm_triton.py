@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._draw_triton import positive, tiling
+from dsv4_npu.ops._draw_triton import TILING, positive
 from dsv4_npu.ops._launch import launch
 
 SMALLEST = tl.constexpr(1.1754944e-38)
@@ -112,7 +112,6 @@ def renorm(probs: torch.Tensor, limits: torch.Tensor, by_mass: bool) -> torch.Te
     """``limits`` [bs]: the number of tokens to keep, or with ``by_mass`` the mass that the kept ones reach."""
     batch, vocab = probs.shape
     out = torch.empty_like(probs)
-    tile = tiling(probs.device)
     launch(
         renorm_kernel,
         batch,
@@ -123,7 +122,7 @@ def renorm(probs: torch.Tensor, limits: torch.Tensor, by_mass: bool) -> torch.Te
         batch,
         vocab,
         BY_MASS=by_mass,
-        BLOCK=tile.block,
-        num_warps=tile.warps,
+        BLOCK=TILING.block,
+        num_warps=8,
     )
     return out

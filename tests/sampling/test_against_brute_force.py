@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -84,9 +85,10 @@ def test_programs_share_a_row(
         pytest.skip("only Triton kernels share rows")
     from dsv4_npu.ops import _draw_triton
 
-    small = _draw_triton.Tiling(64, 1, ahead=parts % 2 == 1)
-    monkeypatch.setattr(_draw_triton, "tiling", lambda device: small)
-    monkeypatch.setattr(_draw_triton, "programs_per_row", lambda batch, blocks, device: min(parts, blocks))
+    small = _draw_triton.Tiling(64, ahead=parts % 2 == 1, warps=1, programs=1)
+    monkeypatch.setattr(_draw_triton, "TILING", small)
+    monkeypatch.setattr(importlib.import_module(f"dsv4_npu.ops.{op}.triton"), "GPU_TILING", small)
+    monkeypatch.setattr(_draw_triton, "programs_per_row", lambda batch, blocks, tile, device: min(parts, blocks))
     _draw_triton.plan.cache_clear()
     request.addfinalizer(_draw_triton.plan.cache_clear)
     for seed, vocab in enumerate((1, 64, 65, 300)):

@@ -10,8 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._draw_triton import all_masses, last_to_arrive, meeting_place, pick_block, pick_token, plan, positive
+from dsv4_npu.ops._draw_triton import (
+    Tiling,
+    all_masses,
+    last_to_arrive,
+    meeting_place,
+    pick_block,
+    pick_token,
+    plan,
+    positive,
+)
 from dsv4_npu.ops._launch import launch, next_power_of_2
+
+GPU_TILING = Tiling(2048, ahead=True, warps=4, programs=4)
 
 
 @triton.jit
@@ -223,7 +234,7 @@ def run(
     width = accept_index.shape[1]
     judged = min(drafts, width) - 1
     draft_rows = draft_probs.shape[1]
-    parts, constants = plan(batch, vocab, target_probs.device)
+    parts, constants = plan(batch, vocab, target_probs.device, GPU_TILING)
     # A program alone with its row leaves nothing for others: any address will do.
     masses = counters = accept_token_num
     if parts > 1:

@@ -10,9 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_npu.ops._draw_triton import all_masses, last_to_arrive, meeting_place, pick_block, pick_token, plan, positive
+from dsv4_npu.ops._draw_triton import (
+    Tiling,
+    all_masses,
+    last_to_arrive,
+    meeting_place,
+    pick_block,
+    pick_token,
+    plan,
+    positive,
+)
 from dsv4_npu.ops._launch import launch, next_power_of_2
 from dsv4_npu.ops.tree_speculative_sampling_target_only.ref import MIN_THRESHOLD_ACC
+
+GPU_TILING = Tiling(512, ahead=True, warps=1, programs=16)
 
 
 @triton.jit
@@ -323,7 +334,7 @@ def run(
     if batch == 0:
         return
     width = accept_index.shape[1]
-    parts, constants = plan(batch, vocab, target_probs.device)
+    parts, constants = plan(batch, vocab, target_probs.device, GPU_TILING)
     # A program alone with its row leaves nothing for others: any address will do.
     masses = counters = accept_token_num
     if parts > 1:
