@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dsv4_npu.errors import InputError
 from dsv4_npu.movement.belongings import describe
-from dsv4_npu.movement.rows import Layout, check_layout
+from dsv4_npu.movement.rows import BITS, Layout, check_layout
 from dsv4_npu.movement.snapshot import Snapshot
 from dsv4_npu.pools import DSV4Pools
 
@@ -23,21 +23,20 @@ CONVENTION = "kv | score with position bias"
 _MAX_HEADER = 1 << 20
 
 
-def _send_bytes(values: torch.Tensor, peer: int, group: Any) -> None:
-    if values.numel():
-        dist.send(values.contiguous().view(torch.uint8), peer, group)
-
-
-def send_snapshot(snapshot: Snapshot, peer: int, group: Any = None) -> None:
-    """Send a snapshot to rank ``peer``; raises InputError when the peer refuses it, before any row is sent."""
-    header = {
+def header_of(snapshot: Snapshot) -> dict[str, Any]:
+    """What the receiver must know before the rows arrive, as JSON values."""
+    return {
         "convention": CONVENTION,
         "length": snapshot.length,
         "digest": snapshot.digest,
         "layout": snapshot.layout,
         "shapes": {name: [list(t.shape) for t in tensors] for name, tensors in snapshot.rows.items()},
     }
-    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+
+
+def send_snapshot(snapshot: Snapshot, peer: int, group: Any = None) -> None:
+    """Send a snapshot to rank ``peer``; raises InputError when the peer refuses it, before any row is sent."""
+    text = torch.frombuffer(bytearray(json.dumps(header_of(snapshot)).encode()), dtype=torch.uint8)
     dist.send(torch.tensor([text.numel()]), peer, group)
     dist.send(text, peer, group)
     answer = torch.zeros(1, dtype=torch.int64)
@@ -46,7 +45,8 @@ def send_snapshot(snapshot: Snapshot, peer: int, group: Any = None) -> None:
         raise InputError(f"peer {peer} refused the snapshot of {snapshot.length} tokens: its error says why")
     for tensors in snapshot.rows.values():
         for values in tensors:
-            _send_bytes(values, peer, group)
+            if values.numel():
+                dist.send(values.contiguous().view(torch.uint8), peer, group)
 
 
 def receive_snapshot(pools: DSV4Pools, peer: int, group: Any = None) -> Snapshot:
@@ -59,7 +59,7 @@ def receive_snapshot(pools: DSV4Pools, peer: int, group: Any = None) -> Snapshot
     dist.recv(text, peer, group)
     header = json.loads(bytes(text.tolist()))
     try:
-        layout = _check_header(header, pools)
+        layout = check_header(header, pools)
     except InputError:
         dist.send(torch.zeros(1, dtype=torch.int64), peer, group)
         raise
@@ -72,12 +72,13 @@ def receive_snapshot(pools: DSV4Pools, peer: int, group: Any = None) -> Snapshot
             raw = torch.empty((*shape[:-1], shape[-1] * item), dtype=torch.uint8)
             if raw.numel():
                 dist.recv(raw, peer, group)
-            received.append(raw.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[item]))
+            received.append(raw.view(BITS[item]))
         rows[name] = tuple(received)
     return Snapshot(header["length"], header["digest"], layout, rows)
 
 
-def _check_header(header: dict[str, Any], pools: DSV4Pools) -> Layout:
+def check_header(header: dict[str, Any], pools: DSV4Pools) -> Layout:
+    """The layout that a header announces; raises InputError where its rows do not fit ``pools``."""
     if header["convention"] != CONVENTION:
         raise InputError(f"state rows of convention {header['convention']!r}: {CONVENTION!r} is needed")
     layout = {name: [(n, kind, width) for n, kind, width in given] for name, given in header["layout"].items()}
@@ -86,7 +87,7 @@ def _check_header(header: dict[str, Any], pools: DSV4Pools) -> Layout:
     for name, kinds in layout.items():
         if header["shapes"][name] != [[n, spans[name].size, width] for n, _, width in kinds]:
             raise InputError(
-                f"family {name!r}: rows of shapes {header['shapes'][name]}; at length {header['length']} "
-                f"{spans[name].size} rows belong to a request"
+                f"family {name!r}: rows of shapes {header['shapes'][name]}; "
+                f"at length {header['length']} {spans[name].size} of them belong to a request"
             )
     return layout

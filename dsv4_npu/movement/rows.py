@@ -13,7 +13,8 @@ from dsv4_npu.errors import InputError
 from dsv4_npu.movement.belongings import describe, locate
 from dsv4_npu.pools import DSV4Pools, RowSlab, StateSlab
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Integers of each element size: a row is copied as these, whatever its type.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Rows of each family: one ``[layers, n, width]`` integer tensor per tensor of the slab (rows, then scales).
 Rows = Mapping[str, tuple[torch.Tensor, ...]]
@@ -24,7 +25,7 @@ Layout = dict[str, list[tuple[int, str, int]]]
 
 def parts(slab: RowSlab | StateSlab) -> list[torch.Tensor]:
     """The slab's tensors as ``[layers, rows, width]`` views of integers of the element's size."""
-    return [t.view(_BITS[t.element_size()]).flatten(1, -2) for t in slab.tensors()]
+    return [t.view(BITS[t.element_size()]).flatten(1, -2) for t in slab.tensors()]
 
 
 def layout_of(pools: DSV4Pools) -> Layout:
