@@ -25,6 +25,9 @@ from _sglang_side import C128_PAGE, PAGE, SglangSide, prepare
 
 Times = dict[str, dict[str, list[float]]]
 BASE = 4096
+#: One page of decode steps: how often each case comes up.
+PARTS = {"decode: new page": 1, "decode: C128 closes": 1, "decode: no new page": PAGE - 2}
+MEAN = "decode: mean over 128 steps"
 GROUP = 128 * C128_PAGE
 
 
@@ -64,7 +67,10 @@ class Race:
                         raise SystemExit(f"{family} slots differ: {first.name} {mine}, {side.name} {theirs}")
 
     def median(self, case: str, name: str) -> float:
-        return statistics.median(self.times[case][name])
+        """Median time of a case; of the mean over 128 decode steps, the medians of its parts by their frequency."""
+        if case != MEAN:
+            return statistics.median(self.times[case][name])
+        return sum(count * self.median(part, name) for part, count in PARTS.items()) / PAGE
 
 
 def decode_case(position: int) -> str:
@@ -155,6 +161,7 @@ def show(title: str, races: dict[str, Race], ours: bool) -> list[dict[str, Any]]
     head = f"{'case':36s} {'':>12s} {'dsv4_npu':>12s}" + ("" if ours else f" {'SGLang':>12s} {'ratio':>8s}")
     print(f"\n{title}\n{head}")
     cases = list(dict.fromkeys(case for race in races.values() for case in race.times))
+    cases.insert(cases.index(next(reversed(PARTS))) + 1, MEAN)
     for case in cases:
         for label, race in races.items():
             mine = race.median(case, OurSide.name)
@@ -164,7 +171,7 @@ def show(title: str, races: dict[str, Race], ours: bool) -> list[dict[str, Any]]
                 theirs = race.median(case, SglangSide.name)
                 row |= {"sglang_us": round(theirs, 2), "ratio": round(theirs / mine, 2)}
                 line += f" {theirs:12.1f} {theirs / mine:7.1f}x"
-            row["samples"] = len(race.times[case][OurSide.name])
+            row["samples"] = len(race.times.get(case, {}).get(OurSide.name, ())) or PAGE
             rows.append(row)
             print(line)
     return rows

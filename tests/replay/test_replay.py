@@ -69,15 +69,15 @@ def test_pressure_retracts_and_still_serves_everything(tmp_path: Path) -> None:
     assert counters["retracted"] == counters["readmitted"] > 0
     assert counters["recomputed_tokens"] > 0
     assert result["pages"]["FULL"]["peak"] == result["pages"]["FULL"]["total"]
-    _, careful = run(tmp_path, lines, *TIGHT, "--output-estimate", "1")
+    _, careful = run(tmp_path, lines, *TIGHT, "--output-estimate", "1", "--audit", "end")
     assert careful["counters"]["retracted"] == 0
     assert careful["counters"]["served"] == 8
 
 
 def test_easy_admission_retracts_more(tmp_path: Path) -> None:
     lines = [line(i, 1000, 600) for i in range(8)]
-    status, chunk = run(tmp_path, lines, *TIGHT, "--admission", "chunk")
-    _, whole = run(tmp_path, lines, *TIGHT, "--output-estimate", "1")
+    status, chunk = run(tmp_path, lines, *TIGHT, "--admission", "chunk", "--audit", "end")
+    _, whole = run(tmp_path, lines, *TIGHT, "--output-estimate", "1", "--audit", "end")
     assert (status, chunk["counters"]["served"], whole["counters"]["served"]) == (0, 8, 8)
     assert chunk["counters"]["retracted"] > whole["counters"]["retracted"] == 0
 
@@ -183,7 +183,8 @@ def without_timing(result: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_seed_decides_everything(tmp_path: Path) -> None:
     lines = [line(i, 300 + 61 * i, 200) for i in range(8)]
-    results = [without_timing(run(tmp_path, lines, *TIGHT, "--seed", seed)[1]) for seed in ("5", "5", "6")]
+    options = (*TIGHT, "--audit", "end")
+    results = [without_timing(run(tmp_path, lines, *options, "--seed", seed)[1]) for seed in ("5", "5", "6")]
     assert results[0] == results[1]
     assert results[0]["counters"] != results[2]["counters"]
 
