@@ -94,8 +94,11 @@ def meeting_place(batch: int, blocks: int, device: torch.device) -> tuple[torch.
 
 
 @triton.jit
-def last_to_arrive(masses, counters, request, parts, mass, start, end, BLOCKS: tl.constexpr):
-    """Leave the masses of blocks ``start`` to ``end``; 1 for the program that finds all others of its row done."""
+def last_to_arrive(masses, counters, request, parts, mass, start, end, blocks, BLOCKS: tl.constexpr):
+    """Leave the masses of blocks ``start`` to ``end`` for the program that finds all others of its row done.
+
+    That program gets 1 and the masses of all blocks, read past any stale cache; the others get 0.
+    """
     n = tl.arange(0, BLOCKS)
     tl.store(masses + request * BLOCKS + n, mass, mask=(n >= start) & (n < end))
     tl.debug_barrier()
@@ -103,15 +106,9 @@ def last_to_arrive(masses, counters, request, parts, mass, start, end, BLOCKS: t
     last = tl.where(before == parts - 1, 1, 0)
     if last > 0:
         tl.store(counters + request, 0)
-    return last
-
-
-@triton.jit
-def all_masses(masses, request, blocks, BLOCKS: tl.constexpr):
-    """The masses that all programs of a row have left, past any stale cache."""
-    tl.debug_barrier()
-    n = tl.arange(0, BLOCKS)
-    return tl.load(masses + request * BLOCKS + n, mask=n < blocks, other=0.0, cache_modifier=".cg")
+        tl.debug_barrier()
+        mass = tl.load(masses + request * BLOCKS + n, mask=n < blocks, other=0.0, cache_modifier=".cg")
+    return last, mass
 
 
 @triton.jit

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from dsv4_npu.ops._draw_triton import (
     Tiling,
-    all_masses,
     last_to_arrive,
     meeting_place,
     pick_block,
@@ -106,7 +105,7 @@ def finish(
     drawn = pick_token(as_weight(p, q), start + tl.arange(0, BLOCK), rest)
 
     place = tl.arange(0, WIDTH)
-    row = tl.load(retrieve_index + nodes + place, mask=place <= judged, other=-1).to(tl.int32)
+    row = tl.load(retrieve_index + nodes + place, mask=place < judged + 1, other=-1).to(tl.int32)
     row = tl.where(place <= accepted, row, -1)
     tl.store(accept_index + request * width.to(tl.int64) + place, row, mask=place < width)
     tl.store(accept_token_num + request, accepted)
@@ -163,36 +162,13 @@ def chain_speculative_sampling_kernel(
         target_row = target_probs + (nodes + accepted) * vocab
         draft_row = draft_probs + (draft_nodes + tl.where(rejected > 0, accepted, 0)) * vocab
 
+        start = (piece - request * parts) * tl.cdiv(blocks, parts)
+        end = tl.minimum(start + tl.cdiv(blocks, parts), blocks)
+        mass = block_masses(target_row, draft_row, start, end, vocab, rejected, BLOCKS, BLOCK, AHEAD)
+        last = 1
         if SHARED:
-            share = tl.cdiv(blocks, parts)
-            start = (piece - request * parts) * share
-            end = tl.minimum(start + share, blocks)
-            mass = block_masses(target_row, draft_row, start, end, vocab, rejected, BLOCKS, BLOCK, AHEAD)
-            if last_to_arrive(masses, counters, request, parts, mass, start, end, BLOCKS) > 0:
-                finish(
-                    predicts,
-                    accept_index,
-                    accept_token_num,
-                    candidates,
-                    retrieve_index,
-                    target_row,
-                    draft_row,
-                    all_masses(masses, request, blocks, BLOCKS),
-                    last_coin,
-                    request,
-                    nodes,
-                    accepted,
-                    rejected,
-                    judged,
-                    width,
-                    vocab,
-                    WIDTH,
-                    BLOCKS,
-                    BLOCK,
-                    AHEAD,
-                )
-        else:
-            mass = block_masses(target_row, draft_row, 0, blocks, vocab, rejected, BLOCKS, BLOCK, AHEAD)
+            last, mass = last_to_arrive(masses, counters, request, parts, mass, start, end, blocks, BLOCKS)
+        if last > 0:
             finish(
                 predicts,
                 accept_index,

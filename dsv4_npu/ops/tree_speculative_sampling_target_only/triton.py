@@ -12,7 +12,6 @@ import triton.language as tl
 
 from dsv4_npu.ops._draw_triton import (
     Tiling,
-    all_masses,
     last_to_arrive,
     meeting_place,
     pick_block,
@@ -244,58 +243,26 @@ def tree_speculative_sampling_kernel(
         removed_token = tl.load(tokens_at + child)
         removed_token = tl.where((rejected > 0) & (removed_token < vocab), removed_token, -1).to(tl.int32)
         removed_node = tl.where(rejected > 0, tl.load(siblings_at + child), -1)
+        start = part * tl.cdiv(blocks, parts)
+        end = tl.minimum(start + tl.cdiv(blocks, parts), blocks)
+        mass = block_masses(
+            target_row,
+            tokens_at,
+            siblings_at,
+            removed_token,
+            removed_node,
+            drafts,
+            start,
+            end,
+            vocab,
+            BLOCKS,
+            BLOCK,
+            AHEAD,
+        )
+        last = 1
         if SHARED:
-            share = tl.cdiv(blocks, parts)
-            start = part * share
-            end = tl.minimum(start + share, blocks)
-            mass = block_masses(
-                target_row,
-                tokens_at,
-                siblings_at,
-                removed_token,
-                removed_node,
-                drafts,
-                start,
-                end,
-                vocab,
-                BLOCKS,
-                BLOCK,
-                AHEAD,
-            )
-            if last_to_arrive(masses, counters, request, parts, mass, start, end, BLOCKS) > 0:
-                finish(
-                    predicts,
-                    tokens_at,
-                    siblings_at,
-                    target_row,
-                    all_masses(masses, request, blocks, BLOCKS),
-                    last_coin,
-                    row,
-                    rejected,
-                    first_child,
-                    removed_token,
-                    removed_node,
-                    reached,
-                    drafts,
-                    vocab,
-                    BLOCKS,
-                    BLOCK,
-                )
-        else:
-            mass = block_masses(
-                target_row,
-                tokens_at,
-                siblings_at,
-                removed_token,
-                removed_node,
-                drafts,
-                0,
-                blocks,
-                vocab,
-                BLOCKS,
-                BLOCK,
-                AHEAD,
-            )
+            last, mass = last_to_arrive(masses, counters, request, parts, mass, start, end, blocks, BLOCKS)
+        if last > 0:
             finish(
                 predicts,
                 tokens_at,
