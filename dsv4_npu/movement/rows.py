@@ -52,6 +52,15 @@ def check_layout(theirs: Layout, pools: DSV4Pools) -> None:
             )
 
 
+def check_rows(pools: DSV4Pools, length: int, rows: Rows) -> None:
+    """Raise InputError unless ``rows`` are as many and as wide as what belongs to a request at ``length``."""
+    spans = describe(pools.config, length)
+    for name, slab in pools.families().items():
+        shapes = [tuple(t.shape[1:]) for t in rows[name]]
+        if shapes != [(spans[name].size, part.shape[-1]) for part in parts(slab)]:
+            raise InputError(f"rows of family {name!r} have shapes {shapes}: {spans[name].size} rows are needed")
+
+
 def read_rows(pools: DSV4Pools, alloc: KVAllocator, row: int, length: int) -> dict[str, tuple[torch.Tensor, ...]]:
     """Host copies of everything that belongs to request ``row`` at ``length``; later writes do not reach them.
 
@@ -76,15 +85,11 @@ def write_rows(pools: DSV4Pools, alloc: KVAllocator, row: int, length: int, rows
 
     Raises InputError for rows of another shape and OwnershipError for a hole; nothing is written then.
     """
+    check_rows(pools, length, rows)
     whole, own = describe(pools.config, length), describe(pools.config, length, shared)
     found = locate(alloc, pools.config, row, length, shared)
-    families = pools.families()
-    for name, slab in families.items():
-        shapes = [tuple(t.shape[1:]) for t in rows[name]]
-        if shapes != [(whole[name].size, part.shape[-1]) for part in parts(slab)]:
-            raise InputError(f"rows of family {name!r} have shapes {shapes}: {whole[name].size} rows are needed")
     clear_freed_banks(pools, alloc)
-    for name, slab in families.items():
+    for name, slab in pools.families().items():
         at, skipped = torch.from_numpy(found[name]).to(pools.device), own[name].start - whole[name].start
         for part, values in zip(parts(slab), rows[name], strict=True):
             layers = min(len(part), len(values))

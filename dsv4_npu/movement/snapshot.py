@@ -12,7 +12,7 @@ from dsv4_npu.alloc.lifecycle import Lifecycle
 from dsv4_npu.alloc.request import WITH_ROW, Request, State
 from dsv4_npu.errors import InputError, OwnershipError
 from dsv4_npu.movement.belongings import swa_tail
-from dsv4_npu.movement.rows import Layout, Rows, check_layout, layout_of, read_rows, write_rows
+from dsv4_npu.movement.rows import Layout, Rows, check_layout, check_rows, layout_of, read_rows, write_rows
 from dsv4_npu.pools import DSV4Pools
 
 
@@ -78,6 +78,7 @@ def restore_snapshot(pools: DSV4Pools, life: Lifecycle, request: Request, snapsh
             "a freshly admitted one is needed"
         )
     check_layout(snapshot.layout, pools)
+    check_rows(pools, length, snapshot.rows)
     if length >= len(request) or snapshot.digest != digest_of(request, length):
         raise InputError(f"restore: the snapshot of {length} tokens is none of request {request.rid!r}'s history")
     if length <= request.cached:

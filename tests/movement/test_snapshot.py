@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.movement.world import Shape, World, raw, tokens
 LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, *range(123, 134), *range(251, 262), *range(380, 389), 511, 512, 513, 516, 600]
 
 
-def round_trip(shape: Shape, length: int, overshoot: int = 0) -> list[str]:
+def round_trip(shape: Shape, length: int, overshoot: int = 0, others: Sequence[int] = (130, 1)) -> list[str]:
     """Families that do not come back whole."""
     world = World(shape)
     request = world.prefilled("a", length, overshoot)
@@ -26,7 +28,7 @@ def round_trip(shape: Shape, length: int, overshoot: int = 0) -> list[str]:
     snapshot = take_snapshot(world.pools, world.alloc, request)
     world.life.retract(request)
     world.poison()
-    world.occupy([130, 1])
+    world.occupy(others)
     world.life.readmit(request)
     assert request.row != old
     assert restore_snapshot(world.pools, world.life, request, snapshot) == length
@@ -53,7 +55,9 @@ def test_everything_comes_back(
     length: int, platform: str, page: int, c128_page: int, width: int, native: bool, draft_stages: bool, data: Any
 ) -> None:
     shape = Shape(platform, page, c128_page, width, native, draft_stages)
-    assert round_trip(shape, length, data.draw(st.integers(0, width - 1), "rejected rows")) == []
+    rejected = data.draw(st.integers(0, width - 1), "rejected rows")
+    others = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=2), "other requests")
+    assert round_trip(shape, length, rejected, others) == []
 
 
 @pytest.mark.parametrize("platform", ["a3", "a5"])
@@ -168,6 +172,11 @@ def test_another_history_or_format_is_refused_before_anything_changes() -> None:
         assert world.alloc.allocated(rest.row) == 0
         world.life.abort(rest)
     assert {k: v[0] for k, v in world.alloc.usage().items()} == {k: v[0] for k, v in before.items()}
+    fewer = {**snapshot.rows, "c128": tuple(t[:, :0] for t in snapshot.rows["c128"])}
+    guest = world.life.admit("d", tokens(201), 4)
+    with pytest.raises(InputError, match="family 'c128'"):
+        restore_snapshot(world.pools, world.life, guest, replace(snapshot, rows=fewer))
+    assert world.alloc.allocated(guest.row) == 0
     peer = World(Shape(platform="a5"))
     guest = peer.life.admit("a", tokens(201), 4)
     with pytest.raises(InputError, match="family 'swa'"):
