@@ -102,7 +102,7 @@ def last_to_arrive(masses, counters, request, parts, mass, start, end, blocks, B
     n = tl.arange(0, BLOCKS)
     tl.store(masses + request * BLOCKS + n, mass, mask=(n >= start) & (n < end))
     tl.debug_barrier()
-    before = tl.atomic_add(counters + request, 1, sem="release")
+    before = tl.atomic_add(counters + request, 1, sem="acq_rel")
     last = tl.where(before == parts - 1, 1, 0)
     if last > 0:
         tl.store(counters + request, 0)
