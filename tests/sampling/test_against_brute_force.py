@@ -91,9 +91,7 @@ def test_programs_share_a_row(
     monkeypatch.setattr(_draw_triton, "programs_per_row", lambda batch, blocks, tile, device: min(parts, blocks))
     _draw_triton.plan.cache_clear()
     request.addfinalizer(_draw_triton.plan.cache_clear)
-    for seed, vocab in enumerate((1, 64, 65, 300)):
-        batch = random_batch(seed, 3, 3, 3, vocab, exact=seed % 2 == 0)
-        for last in (batch.last_coins, torch.ones(3)):
-            for coins in (batch.coins, torch.ones(3, 3)):
-                tried = replace(batch, last_coins=last, coins=coins)
-                JUDGES[op](tried, run(target, op, tried))
+    for seed, vocab in enumerate((1, 65, 300)):
+        batch = random_batch(seed, 2, 3, 3, vocab, exact=seed % 2 == 0)
+        for tried in (batch, replace(batch, last_coins=torch.ones(2), coins=torch.ones(2, 3))):
+            JUDGES[op](tried, run(target, op, tried))
