@@ -25,9 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dsv4-npu", description="DeepSeek-V4 KV memory for Ascend NPUs")
     parser.add_argument("--version", action="version", version=f"dsv4-npu {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    argv = sys.argv[1:] if argv is None else argv
     for name, (module, text) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text)
-        importlib.import_module(module).add_arguments(sub)
+        # A command's module can take seconds to import: only the one that is asked for is.
+        if name in argv[:1]:
+            importlib.import_module(module).add_arguments(sub)
     args = parser.parse_args(argv)
     try:
         status: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
