@@ -94,7 +94,8 @@ def write_rows(pools: DSV4Pools, alloc: KVAllocator, row: int, length: int, rows
         for part, values in zip(parts(slab), rows[name], strict=True):
             layers = min(len(part), len(values))
             part[:layers].index_copy_(1, at, values[:layers, skipped:].to(pools.device))
-            part[layers:].index_fill_(1, at, 0)
+            if layers < len(part):
+                part[layers:].index_fill_(1, at, 0)
 
 
 def clear_freed_banks(pools: DSV4Pools, alloc: KVAllocator) -> None:
