@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,10 +197,16 @@ def test_a_peer_goes_on(bench: Bench, mine: Setting, theirs: Setting, length: in
     assert done + got == want
 
 
-@pytest.mark.parametrize("platform", ["a3", "a5"])
-def test_another_process_goes_on_in_the_middle_of_a_decode(bench: Bench, tmp_path: Path, platform: str) -> None:
-    mine = replace(SETTING, platform=platform, width=4)
-    sender, receiver = hand_over(bench, mine, replace(mine, width=7, page=256, c128_page=2), 125, 4)
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (PLAIN, replace(SETTING, width=7)),
+        (replace(SETTING, platform="a5", width=4), replace(SETTING, platform="a5", width=7, page=256, c128_page=2)),
+    ],
+    ids=["prefill without speculation, a3", "in the middle of a speculative decode, a5"],
+)
+def test_another_process_goes_on(bench: Bench, tmp_path: Path, mine: Setting, theirs: Setting) -> None:
+    sender, receiver = hand_over(bench, mine, theirs, 125, 1 if mine.width == 1 else 4)
     gc.collect()
 
     def send() -> list[int]:
@@ -226,3 +233,63 @@ def test_a_request_that_cannot_come_back_waits(bench: Bench) -> None:
     enter(engine, run, snapshot)
     engine.run()
     bench.check(run)
+
+
+def random_moves(bench: Bench, seed: int) -> int:
+    """Requests that leave at any time and come back at any time, some of them after their snapshot was evicted.
+
+    Returns how many positions were restored and not shared.
+    """
+    rng = random.Random(seed)
+    setting = replace(
+        SETTING,
+        platform=rng.choice(["a3", "a5"]),
+        width=rng.choice([1, 4, 6, 10]),
+        page=rng.choice([128, 256]),
+        batch=3,
+        new_tokens=16,
+        prefix_cache=rng.random() < 0.6,
+        swa_ratio=rng.choice([0.6, 1.0]),
+    )
+    if setting.width == 1:
+        setting = replace(setting, kind="none")
+    engine = bench.engine(setting, None if setting.width == 1 else "ngram")
+    shared = bench.prompt(300)
+    runs = [engine.submit(shared[: rng.choice([120, 126, 255, 290])], 16) for _ in range(4)]
+    store, parked, restored = HostStore(rng.choice([300_000, 1 << 24])), [], 0
+    while engine.step() or parked:
+        for run in list(engine.running):
+            if rng.random() < 0.25 and run.request.planned and run.life is not None and not run.finish:
+                store.put(run.rid, take_snapshot(engine.pools, engine.alloc, run.request))
+                engine.retract(run)
+                engine.waiting.remove(run)
+                parked.append(run)
+                poison(engine)
+        for run in list(parked):
+            if len(engine.running) < 3 and rng.random() < 0.5:
+                parked.remove(run)
+                snapshot = store.take(run.rid)
+                engine.waiting.appendleft(run)
+                if snapshot is not None:
+                    enter(engine, run, snapshot)
+                    restored += run.request.planned - run.request.cached
+        engine.alloc.audit()
+    assert len(engine.finished) == len(runs)
+    for run in runs:
+        bench.check(run)
+    if engine.life.cache is not None:
+        engine.life.cache.clear()
+    engine.alloc.audit()
+    assert not any(used for used, _, _ in engine.alloc.usage().values())
+    return restored
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_moves(bench: Bench, seed: int) -> None:
+    assert random_moves(bench, seed) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_many_random_moves(bench: Bench, seed: int) -> None:
+    random_moves(bench, seed)
