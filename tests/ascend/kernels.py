@@ -95,3 +95,9 @@ def swap_ordered(x, y, n, BLOCK: tl.constexpr):
         tl.debug_barrier()
         tl.store(y + n + i, low)
         tl.store(y + i, high)
+
+
+@triton.jit
+def clear(x, unused, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, tl.zeros([BLOCK], tl.float32), mask=i < n)

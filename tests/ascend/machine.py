@@ -67,11 +67,11 @@ class Specialization:
             self.linalg[front_end] = lower(self.source, target, self.options)
         return self.linalg[front_end]
 
-    def written(self) -> set[str]:
-        """The pointer arguments that the kernel writes, by the front end's own marks (1: output, 2: both)."""
+    def accessed(self, marks: str) -> set[str]:
+        """The pointer arguments that the front end marks so: 0 read, 1 written, 2 both; it leaves unused ones alone."""
         pointers = [name for name, kind in self.types.items() if kind.startswith("*")]
-        marks = re.findall(r"%arg\d+: memref<[^>]*>( \{[^}]*\})?", self.ir(TARGETS[0]).split(") attributes")[0])[2:]
-        return {name for name, mark in zip(pointers, marks, strict=True) if re.search(r"tensor_kind = [12]", mark)}
+        heads = re.findall(r"%arg\d+: memref<[^>]*>( \{[^}]*\})?", self.ir(TARGETS[0]).split(") attributes")[0])[2:]
+        return {name for name, head in zip(pointers, heads, strict=True) if re.search(f"tensor_kind = [{marks}]", head)}
 
     def cpu(self, target: Target) -> CpuObject:
         text = self.ir(target)
@@ -102,7 +102,7 @@ class Machine:
         kernel.launches += 1
         names = [name for name in kernel.source.fn.arg_names if name in kernel.source.signature]
         pairs = [(name, value) for name, value in zip(names, args, strict=True) if name in kernel.types]
-        kernel.aliased |= _aliased(pairs, kernel.written())
+        kernel.aliased |= _aliased(pairs, kernel.accessed("012"), kernel.accessed("12"))
         if not self.execute:
             return
         passed = [value for _, value in pairs]
@@ -131,11 +131,11 @@ class Machine:
         _Memory.write_back(tensors, results[0])
 
 
-def _aliased(arguments: list[tuple[str, Any]], written: set[str]) -> set[str]:
-    """The names of pointer arguments that share a storage with another one, where the kernel writes to one of them."""
+def _aliased(arguments: list[tuple[str, Any]], used: set[str], written: set[str]) -> set[str]:
+    """The names of used pointer arguments that share a storage with another one, where one of them is written."""
     by_storage: dict[int, set[str]] = {}
     for name, value in arguments:
-        if isinstance(value, torch.Tensor) and value.numel():
+        if name in used and isinstance(value, torch.Tensor) and value.numel():
             by_storage.setdefault(value.untyped_storage().data_ptr(), set()).add(name)
     return {name for names in by_storage.values() if len(names) > 1 and names & written for name in names}
 

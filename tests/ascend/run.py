@@ -20,6 +20,7 @@ from . import keys, report
 from .toolchain import missing, versions
 
 LIMIT_S = 900
+MESSAGE = 1000  # characters of a failure that are worth reading
 
 
 def prove(op: str) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def main() -> int:
     if not options.ops:
         failures += keys.stale()
     if failures:
-        print("\nFAILED:", *failures, sep="\n  ")
+        print("\nFAILED:", *(failure[:MESSAGE] for failure in failures), sep="\n  ")
     return 1 if failures else 0
 
 

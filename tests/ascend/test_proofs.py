@@ -157,7 +157,14 @@ def test_a_tensor_that_is_only_read_may_be_shared(machine: Machine) -> None:
     x, y = torch.zeros(64), torch.zeros(64)
     kernels.add[(1,)](x, x, y, 64, BLOCK=64)
     assert only(machine).aliased == set()
-    assert only(machine).written() == {"z"}
+    assert only(machine).accessed("0") == {"x", "y"}
+    assert only(machine).accessed("12") == {"z"}
+
+
+def test_an_argument_that_is_not_used_may_be_shared(machine: Machine) -> None:
+    x = torch.zeros(64)
+    kernels.clear[(1,)](x, x, 64, BLOCK=64)
+    assert only(machine).aliased == set()
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.platform)
