@@ -21,6 +21,7 @@ from dsv4_npu.emulation.drafters import Drafter, ScriptedDrafter, make_drafter
 from dsv4_npu.emulation.engine import Engine, EngineOptions
 from dsv4_npu.emulation.model import build_model
 from dsv4_npu.emulation.oracle import Oracle
+from dsv4_npu.emulation.picture import RunPicture, report_path
 from dsv4_npu.emulation.printing import print_result, print_summary
 from dsv4_npu.emulation.result import RunResult, summarise
 from dsv4_npu.errors import ConfigError, InputError
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlap", action="store_true", help="launch a round before the one before it is learned")
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the coins")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
+    parser.add_argument("--report", type=Path, metavar="OUT.html", help="write a picture of the run's memory (HTML)")
 
 
 def deployment(args: argparse.Namespace, model: ModelSpec, platform: str, spec: str, longest: int) -> CacheConfig:
@@ -128,8 +130,11 @@ def run(args: argparse.Namespace) -> int:
     combinations = list(itertools.product(args.platform or ["a3"], args.spec or ["chain"]))
     # Every configuration is checked before anything runs.
     configs = [deployment(args, spec_model, platform, spec, longest) for platform, spec in combinations]
-    if args.json and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: the folder {args.json.parent} does not exist")
+    for option, path in (("--json", args.json), ("--report", args.report)):
+        if path and not path.parent.is_dir():
+            raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
+        if path and path.is_dir():
+            raise InputError(f"{option} {path}: this is a folder; the name of a file is needed")
     model = build_model(spec_model, args.seed)
     oracle = Oracle(model)
     results = []
@@ -185,10 +190,12 @@ def _run_one(
         decode = progress.add_task(f"{label}: decode", total=len(prompts) * args.max_new_tokens)
 
         def tick(engine: Engine) -> None:
+            picture.sample()
             done = sum(len(r.outputs) for r in [*engine.finished, *engine.running])
             progress.update(decode, completed=done)
 
         engine = Engine(model, config, pool_sizes(config, args.swa_ratio), drafter, options, on_round=tick)
+        picture = RunPicture(engine)
         for prompt in prompts:
             engine.submit(prompt, args.max_new_tokens)
         began = time.perf_counter()
@@ -199,4 +206,8 @@ def _run_one(
             for request in requests:
                 oracle.greedy(request.prompt, len(request.outputs))
                 progress.advance(check)
-        return summarise(engine, requests, oracle, label, bool(args.temperature), seconds)
+        result = summarise(engine, requests, oracle, label, bool(args.temperature), seconds)
+        if args.report:
+            several = len(args.platform or [0]) * len(args.spec or [0]) > 1
+            picture.write(result, report_path(args.report, config.platform.name, spec.kind, several))
+        return result

@@ -1,0 +1,71 @@
+"""The run command: exit status, files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsv4_npu.cli import main
+from dsv4_npu.emulation.engine import Engine
+
+PROMPTS = "Two books, one harbour.\n\nThe miller opens the lower gate first.\n"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.txt"
+    path.write_text(PROMPTS, encoding="utf-8")
+    return str(path)
+
+
+def test_numbers_and_picture_of_a_run(prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.html"
+    files = ["--json", str(out), "--report", str(picture)]
+    kinds = ["--spec", "chain", "--spec", "none"]
+    status = main(["run", "--prompts", prompts, "--max-new-tokens", "6", "--platform", "a5", *kinds, *files])
+    assert status == 0
+    assert "identical = yes" in capsys.readouterr().out
+    runs = json.loads(out.read_text())["runs"]
+    assert [run["ok"] for run in runs] == [True, True]
+    assert [len(r["outputs"]) for r in runs[0]["requests"]] == [6, 6]
+    assert runs[0]["requests"][0]["outputs"] == runs[1]["requests"][0]["outputs"]
+    for kind in ("chain", "none"):
+        assert "outputs equal the oracle" in (tmp_path / f"out-a5-{kind}.html").read_text()
+    assert not picture.exists()
+
+
+def test_a_wrong_output_gives_status_1(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Engine.run
+
+    def wrong(self: Engine) -> list[object]:
+        runs = real(self)
+        runs[0].outputs[-1] = (runs[0].outputs[-1] + 1) % 320
+        return runs  # type: ignore[return-value]
+
+    monkeypatch.setattr(Engine, "run", wrong)
+    assert main(["run", "--prompts", prompts, "--max-new-tokens", "3"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--spec", "chain", "--draft-tokens", "10"], "write pad 10"),
+        (["--spec", "chain", "--draft-tokens", "-1"], "draft_tokens"),
+        (["--c128-page-size", "3"], "power of two"),
+        (["--page-size", "100"], "page_size = 100"),
+        (["--temperature", "0.5"], "temperature = 0.5"),
+        (["--temperature", "-1"], "temperature = -1"),
+        (["--model", "nothing"], "'nothing' is not known"),
+        (["--prompts", "/nowhere/p.txt"], "/nowhere/p.txt"),
+        (["--json", "/nowhere/out.json"], "--json /nowhere/out.json"),
+        (["--report", "/tmp"], "--report /tmp"),
+        (["--max-new-tokens", "100000"], "context_len"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *options]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert "Traceback" not in shown
