@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from dsv4_npu import ops
+from dsv4_npu.emulation import flights, rounds
 from dsv4_npu.emulation.device import held
 from dsv4_npu.emulation.drafters import Drafter, Drafts, DraftStep
 from dsv4_npu.emulation.engine import Engine, EngineOptions
+from dsv4_npu.emulation.forward import Bounds, plan_batch_on_device
 from dsv4_npu.emulation.rounds import DeviceRounds
 from dsv4_npu.errors import AuditError, InputError
 from tests.emulation.harness import Bench, Setting
@@ -91,7 +93,7 @@ SETTINGS = [
 @pytest.mark.parametrize("index", range(len(SETTINGS)))
 def test_outputs_and_logits_are_the_oracles(overlapped: Overlapped, index: int) -> None:
     setting, lengths = SETTINGS[index]
-    setting = replace(setting, new_tokens=18)
+    setting = replace(setting, new_tokens=15)
     drafter = Clairvoyant(overlapped, varied(setting.width)) if setting.width > 1 else None
     in_flight: list[int] = []
     engine = overlapped.run(setting, lengths, drafter, lambda e: in_flight.append(len(e.flights)))
@@ -125,7 +127,7 @@ def test_a_stop_token_inside_an_accepted_run(overlapped: Overlapped) -> None:
 @pytest.mark.parametrize("platform", ["a3", "a5"])
 def test_retraction_under_pressure(overlapped: Overlapped, platform: str) -> None:
     engine = overlapped.engine(with_platform(platform, swa_ratio=0.2, batch=5, context=520), "early-exit")
-    runs = [engine.submit(words(seed, 120 + 5 * seed), 30) for seed in range(6)]
+    runs = [engine.submit(words(seed, 120 + 5 * seed), 16) for seed in range(6)]
     finish(overlapped, engine)
     assert sum(run.retractions for run in runs), "the pool was meant to be too small"
 
@@ -166,7 +168,7 @@ def test_a_session_over_turns(overlapped: Overlapped, platform: str) -> None:
     finish(overlapped, engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 25))])
 def test_random_lives(overlapped: Overlapped, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Engine.rewind
 
@@ -223,6 +225,11 @@ def test_roots_of_a_round_ago_are_wrong(overlapped: Overlapped, monkeypatch: pyt
     assert wrong(overlapped)
 
 
+def test_bounds_of_a_round_ago_are_wrong(overlapped: Overlapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "Bounds", lambda lows, highs, lengths: Bounds(lows, lows, lengths))
+    assert wrong(overlapped)
+
+
 def test_commit_slots_of_another_window_are_found(overlapped: Overlapped, monkeypatch: pytest.MonkeyPatch) -> None:
     real = ops.gather_accepted_slots
     monkeypatch.setattr(ops, "gather_accepted_slots", lambda slots, *rest: real(slots + 1, *rest))
@@ -232,9 +239,6 @@ def test_commit_slots_of_another_window_are_found(overlapped: Overlapped, monkey
 
 def test_plans_of_the_device_are_those_of_the_host(bench: Bench) -> None:
     """Every plan of a run, made once more from device lengths and loose bounds, addresses the same rows."""
-    from dsv4_npu.emulation import rounds
-    from dsv4_npu.emulation.forward import Bounds, plan_batch_on_device
-
     rng = random.Random(5)
     compared = 0
 
@@ -268,6 +272,6 @@ def test_plans_of_the_device_are_those_of_the_host(bench: Bench) -> None:
     real = rounds.plan_batch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "plan_batch", both)
-        for setting, lengths in SETTINGS[:3] + SETTINGS[6:8]:
+        for setting, lengths in SETTINGS[1:3] + SETTINGS[7:8]:
             bench.run(setting, lengths, bench.scripted(varied(setting.width)))
-    assert compared > 50
+    assert compared > 30
