@@ -79,8 +79,13 @@ def receive_snapshot(pools: DSV4Pools, peer: int, group: Any = None) -> Snapshot
 
 def check_header(header: dict[str, Any], pools: DSV4Pools) -> Layout:
     """The layout that a header announces; raises InputError where its rows do not fit ``pools``."""
+    if sorted(header) != ["convention", "digest", "layout", "length", "shapes"]:
+        raise InputError(f"a header of {sorted(header)}: the peer speaks another version of this transfer")
     if header["convention"] != CONVENTION:
         raise InputError(f"state rows of convention {header['convention']!r}: {CONVENTION!r} is needed")
+    families = sorted(pools.families())
+    if sorted(header["layout"]) != families or sorted(header["shapes"]) != families:
+        raise InputError(f"rows of families {sorted(header['layout'])}: {families} are needed")
     layout = {name: [(n, kind, width) for n, kind, width in given] for name, given in header["layout"].items()}
     check_layout(layout, pools)
     spans = describe(pools.config, header["length"])

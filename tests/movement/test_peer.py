@@ -99,6 +99,10 @@ def test_a_header_is_checked() -> None:
     assert peer.check_header(header, world.pools) == snapshot.layout
     with pytest.raises(InputError, match="convention"):
         peer.check_header({**header, "convention": "raw scores"}, world.pools)
+    with pytest.raises(InputError, match="another version"):
+        peer.check_header({"length": 9}, world.pools)
+    with pytest.raises(InputError, match="rows of families"):
+        peer.check_header({**header, "layout": {**header["layout"], "draft": []}}, world.pools)
     with pytest.raises(InputError, match="at length 10"):
         peer.check_header({**header, "length": 10}, world.pools)
     fewer = {name: tensors[:0] for name, tensors in snapshot.rows.items()}
