@@ -52,7 +52,8 @@ distinct, so such a kernel must hold a barrier of all pipes between its loads an
 
 ## Not carried
 
-{not_carried}
+{not_carried} Variants that a launcher chooses on a GPU only (SHARED=True, AHEAD=True: several programs share a row by
+atomics, and loads run ahead) are never launched on an NPU and so have no row.
 """
 
 
