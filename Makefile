@@ -30,10 +30,10 @@ demo: $(VENV)/.ready
 	$(PY) -m dsv4_npu run --platform a3 --platform a5 --spec chain --spec dspark
 
 test: $(VENV)/.ready
-	$(PY) -m pytest -n $(WORKERS) -m 'not slow'
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 
 test-slow: $(VENV)/.ready
-	$(PY) -m pytest -n $(WORKERS) -m slow
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff format --check .
