@@ -15,7 +15,7 @@ from dsv4_npu.alloc import AllocSpec, KVAllocator
 from dsv4_npu.budget import PoolSizes
 from dsv4_npu.compressor import CompressorWeights, compress_batch
 from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
-from dsv4_npu.emulation.forward import Tables, plan_batch
+from dsv4_npu.emulation.forward import Bounds, Tables, plan_batch, plan_batch_on_device
 from dsv4_npu.errors import ConfigError, InputError
 from dsv4_npu.pools import DSV4Pools, RowSlab, StateSlab, indexer_format, kv_format
 
@@ -323,7 +323,11 @@ class Scene:
     def forward(self, rows: list[int], starts: list[int], lengths: list[int], check_resident: bool = True) -> None:
         """Everything that a forward writes, with random projections."""
         pools = self.pools
-        plan = plan_batch(pools, self.tables, rows, starts, lengths, check_resident=check_resident)
+        if check_resident:
+            plan = plan_batch(pools, self.tables, rows, starts, lengths)
+        else:
+            at = (torch.tensor(values) for values in (rows, starts, lengths))
+            plan = plan_batch_on_device(pools, self.tables, *at, Bounds(starts, starts, lengths))
         batch, width = plan.positions.shape
         gen = torch.Generator().manual_seed(3)
 
