@@ -35,6 +35,8 @@ test: $(VENV)/.ready
 test-slow: $(VENV)/.ready
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow
 
+bench: bench-alloc
+
 lint: $(VENV)/.ready
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .

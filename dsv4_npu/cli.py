@@ -34,7 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
-    except Dsv4NpuError as error:
+    except (Dsv4NpuError, OSError) as error:
         print(f"dsv4-npu {args.command}: {error}", file=sys.stderr)
+        return 2
+    except (OverflowError, RecursionError) as error:
+        print(f"dsv4-npu {args.command}: a number or a nesting in the input is too large ({error})", file=sys.stderr)
         return 2
     return status

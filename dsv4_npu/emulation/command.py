@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,11 @@ from dsv4_npu.emulation.oracle import Oracle
 from dsv4_npu.emulation.picture import RunPicture, report_path
 from dsv4_npu.emulation.printing import print_result, print_summary
 from dsv4_npu.emulation.result import RunResult, summarise
-from dsv4_npu.errors import ConfigError, InputError
+from dsv4_npu.errors import ConfigError
+from dsv4_npu.replay.cli import check_outputs
 
+#: More requests at once than a float64 emulation on a CPU can be meant for.
+MAX_BATCH = 1024
 PROMPTS = Path(__file__).with_name("prompts.txt")
 DEFAULT_DRAFTS = {"none": 0, "chain": 3, "dspark": 5}
 
@@ -109,6 +113,16 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if args.temperature < 0:
         raise ConfigError(f"temperature = {args.temperature}; 0 or more is needed")
+    if not math.isfinite(args.temperature):
+        raise ConfigError(f"--temperature {args.temperature}; a finite number of 0 or more is needed")
+    if args.batch > MAX_BATCH:
+        raise ConfigError(f"--batch {args.batch}; at most {MAX_BATCH} requests run at once in the emulation")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}; 0 to 2**63 - 1 is needed")
+    if args.draft_tokens and args.spec == ["none"]:
+        raise ConfigError(
+            f"--draft-tokens {args.draft_tokens} with --spec none; leave it out or choose chain or dspark"
+        )
     if args.temperature and args.accept == "greedy":
         raise ConfigError(f"temperature = {args.temperature} with greedy acceptance; use --accept rejection")
     if args.temperature and args.drafter == "scripted":
@@ -130,11 +144,7 @@ def run(args: argparse.Namespace) -> int:
     combinations = list(itertools.product(args.platform or ["a3"], args.spec or ["chain"]))
     # Every configuration is checked before anything runs.
     configs = [deployment(args, spec_model, platform, spec, longest) for platform, spec in combinations]
-    for option, path in (("--json", args.json), ("--report", args.report)):
-        if path and not path.parent.is_dir():
-            raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
-        if path and path.is_dir():
-            raise InputError(f"{option} {path}: this is a folder; the name of a file is needed")
+    check_outputs(("--json", args.json), ("--report", args.report))
     model = build_model(spec_model, args.seed)
     oracle = Oracle(model)
     results = []

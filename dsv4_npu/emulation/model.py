@@ -47,7 +47,13 @@ def build_model(spec: ModelSpec, seed: int = 0) -> Any:
     transformers = transformers_module()
     raw = dict(spec.raw)
     keep = {k: v for k, v in raw.items() if k not in _OURS}
-    config = transformers.DeepseekV4Config(**keep)
+    if raw.get("model_type", "deepseek_v4") != "deepseek_v4":
+        raise ConfigError(f"model {spec.name}: model_type = {raw['model_type']!r}; 'deepseek_v4' is needed")
+    try:
+        config = transformers.DeepseekV4Config(**keep)
+    except Exception as error:
+        # transformers checks its configuration with exception types of several packages.
+        raise ConfigError(f"model {spec.name}: transformers refuses its configuration: {error}") from error
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     with torch.device("meta"):

@@ -137,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     trace = load_trace(args.trace, args.limit)
     if not trace:
         raise InputError(f"trace {args.trace}: it holds no request")
+    check_outputs(("--json", args.json), ("--report", args.report))
     columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=args.quiet) as bar:
         task = bar.add_task("replay", total=len(trace))
@@ -148,6 +149,21 @@ def run(args: argparse.Namespace) -> int:
         write_report(report, args.report)
     _show(console, report, outcome)
     return 0 if outcome.clean else 1
+
+
+def check_outputs(*files: tuple[str, Path | None]) -> None:
+    """Refuse output files that cannot be written, or the same one twice, before anything runs."""
+    seen: dict[Path, str] = {}
+    for option, path in files:
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
+        if path.is_dir():
+            raise InputError(f"{option} {path}: this is a folder; the name of a file is needed")
+        if path.resolve() in seen:
+            raise InputError(f"{option} {path}: {seen[path.resolve()]} names the same file; two files are needed")
+        seen[path.resolve()] = option
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

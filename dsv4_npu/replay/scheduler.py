@@ -83,7 +83,8 @@ class Scheduler(Intake):
                 step = self.life.extend(chunks)
             except CapacityError as error:
                 free = min(state.free(FULL), state.free(SWA))
-                if budget > page and free:
+                if budget > page:
+                    # Down to one page even if nothing is free: the cache is asked only for what it can give in full.
                     budget = max(page, min(budget // 2, free * page))
                 elif decoding:
                     return None
