@@ -30,6 +30,8 @@ from dsv4_npu.replay.cli import check_outputs
 
 #: More requests at once than a float64 emulation on a CPU can be meant for.
 MAX_BATCH = 1024
+#: Columns of output that goes to a pipe or a file.
+PIPE_WIDTH = 120
 PROMPTS = Path(__file__).with_name("prompts.txt")
 DEFAULT_DRAFTS = {"none": 0, "chain": 3, "dspark": 5}
 
@@ -111,6 +113,9 @@ def scripted_drafter(oracle: Oracle, prompts: list[list[int]], vocab: int) -> Dr
 def run(args: argparse.Namespace) -> int:
     """Run every combination of platform and speculation; exit status 0 only if all are identical and clean."""
     console = Console()
+    if not console.is_terminal:
+        # A pipe or a file has no width: columns must not be cut to fit one.
+        console.width = max(console.width, PIPE_WIDTH)
     if args.temperature < 0:
         raise ConfigError(f"temperature = {args.temperature}; 0 or more is needed")
     if not math.isfinite(args.temperature):

@@ -71,5 +71,6 @@ def print_summary(console: Console, results: list[RunResult]) -> None:
     margin = min((q.min_margin for r in results for q in r.requests), default=0.0)
     console.print(
         f"identical = {'yes' if all(r.identical for r in results) else 'NO'} "
-        f"(largest logit difference {worst:.1e}, smallest top-2 margin {margin:.1e})"
+        f"(largest logit difference {worst:.1e}, smallest top-2 margin {margin:.1e})",
+        soft_wrap=True,
     )

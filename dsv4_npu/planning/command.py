@@ -12,6 +12,8 @@ from dsv4_npu.planning.options import add_deployment, answer, check_folder, othe
 from dsv4_npu.planning.show import as_json, show, show_both
 
 _STDOUT = "-"
+#: Columns of output that goes to a pipe or a file.
+PIPE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
             return 0
         Path(args.json).write_text(text + "\n", encoding="utf-8")
     console = Console(highlight=False)
+    if not console.is_terminal:
+        # A pipe or a file has no width: numbers must not be cut to fit one.
+        console.width = max(console.width, PIPE_WIDTH)
     if len(answers) == 1:
         show(console, answers[0])
     else:
