@@ -6,7 +6,6 @@ stand in ``configs/platforms/*.json``. Rings, pads, widths and layer counts are 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from dsv4_npu import addressing
 from dsv4_npu.errors import ConfigError
+from dsv4_npu.reading import LARGEST, parse_json, shown
 
 SUPPORTED_RATIOS = (0, 4, 128)
 C4Owner = Literal["swa_page", "request"]
@@ -32,11 +32,12 @@ def configs_dir() -> Path:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    data = parse_json(text, str(path), ConfigError)
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a {type(data).__name__}; a JSON object is needed")
     return data
@@ -54,7 +55,9 @@ def _named(kind: str, name: str) -> Path:
 def require_integer(value: object, name: str, low: int = 1) -> None:
     """Raise ConfigError unless ``value`` is an ``int`` of at least ``low``; a bool or a float like 8.0 is none."""
     if type(value) is not int or value < low:
-        raise ConfigError(f"{name} = {value!r}; an integer of at least {low} is needed")
+        raise ConfigError(f"{name} = {shown(value)}; an integer of at least {low} is needed")
+    if value > LARGEST:
+        raise ConfigError(f"{name} = {shown(value)}; an integer from {low} to 2**53 is needed")
 
 
 def require_flag(value: object, name: str) -> None:
@@ -65,7 +68,7 @@ def require_flag(value: object, name: str) -> None:
 
 def _require_one_of(value: object, allowed: tuple[str, ...], name: str) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} = {value!r}; one of {list(allowed)} is needed")
+        raise ConfigError(f"{name} = {shown(value)}; one of {list(allowed)} is needed")
 
 
 def _check_page_size(value: object, name: str) -> None:
@@ -350,6 +353,16 @@ class CacheConfig:
                 )
 
     def _check_context(self) -> None:
+        most = self.model.max_positions
+        if self.page > max(most, self.platform.page_size):
+            raise ConfigError(
+                f"page_size = {self.page}; at most {most} (the model's positions): a page is shared by no two requests"
+            )
+        if self.c128_page_size > max(16, most // addressing.C128_RATIO):
+            raise ConfigError(
+                f"c128_page_size = {self.c128_page_size}; at most {max(16, most // addressing.C128_RATIO)}: one page "
+                f"of {self.c128_page_size} entries would cover more than the model's {most} positions"
+            )
         if self.context_len > self.model.max_positions:
             raise ConfigError(
                 f"context_len = {self.context_len}; 1 to {self.model.max_positions} (the model's positions) is needed"

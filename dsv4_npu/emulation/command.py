@@ -26,22 +26,27 @@ from dsv4_npu.emulation.picture import RunPicture, report_path
 from dsv4_npu.emulation.printing import print_result, print_summary
 from dsv4_npu.emulation.result import RunResult, summarise
 from dsv4_npu.errors import ConfigError
-from dsv4_npu.replay.cli import check_outputs
+from dsv4_npu.options import (
+    DEFAULT_DRAFTS,
+    OPTIONS,
+    check_outputs,
+    drafts_for,
+    options_named,
+    positive,
+    share_above_zero,
+    whole,
+    widened,
+)
 
 #: More requests at once than a float64 emulation on a CPU can be meant for.
 MAX_BATCH = 1024
-#: Columns of output that goes to a pipe or a file.
-PIPE_WIDTH = 120
 PROMPTS = Path(__file__).with_name("prompts.txt")
-DEFAULT_DRAFTS = {"none": 0, "chain": 3, "dspark": 5}
-
-
-def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: at least 1 is needed")
-    return value
+#: Fields that messages name, and the options that set them; the context is the longest prompt and what follows it.
+_OPTIONS = {
+    **OPTIONS,
+    "context_len": "--max-new-tokens on top of the longest of --prompts: context",
+    "request_rows": "--batch",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,19 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--platform", action="append", choices=("a2", "a3", "a5", "cpu"), help="may be repeated (default: a3)"
     )
     parser.add_argument(
-        "--spec", action="append", choices=("none", "chain", "dspark"), help="may be repeated (default: chain)"
+        "--spec", action="append", choices=tuple(DEFAULT_DRAFTS), help="may be repeated (default: chain)"
     )
     parser.add_argument("--draft-tokens", type=int, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
     parser.add_argument("--drafter", choices=("ngram", "early-exit", "scripted"), default="early-exit")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="text file, one prompt per paragraph")
-    parser.add_argument("--batch", type=positive, default=4, help="requests that run at once")
+    parser.add_argument("--batch", type=whole(1, MAX_BATCH), default=4, help="requests that run at once")
     parser.add_argument("--max-new-tokens", type=positive, default=32)
     parser.add_argument("--accept", choices=("greedy", "rejection"), default="greedy")
     parser.add_argument("--temperature", type=float, default=0.0, help="of rejection sampling; 0 is one-hot")
     parser.add_argument("--chunk", type=positive, default=256, help="prompt tokens per prefill forward")
     parser.add_argument("--page-size", type=positive, help="tokens per page (default: the platform's)")
     parser.add_argument("--c128-page-size", type=positive, default=16, help="C128 entries per page; below 16 for tests")
-    parser.add_argument("--swa-ratio", type=float, default=1.0, help="SWA pages as a share of FULL pages")
+    parser.add_argument("--swa-ratio", type=share_above_zero, default=1.0, help="SWA pages as a share of FULL pages")
     parser.add_argument(
         "--device",
         choices=("cpu", emulated.NAME),
@@ -78,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def deployment(args: argparse.Namespace, model: ModelSpec, platform: str, spec: str, longest: int) -> CacheConfig:
     """The cache configuration that the options describe, for prompts of up to ``longest`` tokens."""
-    drafts = DEFAULT_DRAFTS[spec] if args.draft_tokens is None or spec == "none" else args.draft_tokens
+    drafts = drafts_for(spec, None if spec == "none" else args.draft_tokens)
     return CacheConfig(
         model,
         PlatformSpec.load(platform),
@@ -112,16 +117,11 @@ def scripted_drafter(oracle: Oracle, prompts: list[list[int]], vocab: int) -> Dr
 
 def run(args: argparse.Namespace) -> int:
     """Run every combination of platform and speculation; exit status 0 only if all are identical and clean."""
-    console = Console()
-    if not console.is_terminal:
-        # A pipe or a file has no width: columns must not be cut to fit one.
-        console.width = max(console.width, PIPE_WIDTH)
+    console = widened(Console())
     if args.temperature < 0:
-        raise ConfigError(f"temperature = {args.temperature}; 0 or more is needed")
+        raise ConfigError(f"--temperature {args.temperature}; 0 or more is needed")
     if not math.isfinite(args.temperature):
         raise ConfigError(f"--temperature {args.temperature}; a finite number of 0 or more is needed")
-    if args.batch > MAX_BATCH:
-        raise ConfigError(f"--batch {args.batch}; at most {MAX_BATCH} requests run at once in the emulation")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed {args.seed}; 0 to 2**63 - 1 is needed")
     if args.draft_tokens and args.spec == ["none"]:
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
             f"--draft-tokens {args.draft_tokens} with --spec none; leave it out or choose chain or dspark"
         )
     if args.temperature and args.accept == "greedy":
-        raise ConfigError(f"temperature = {args.temperature} with greedy acceptance; use --accept rejection")
+        raise ConfigError(f"--temperature {args.temperature} with greedy acceptance; use --accept rejection")
     if args.temperature and args.drafter == "scripted":
         raise ConfigError("the scripted drafter follows the greedy oracle; use it with --temperature 0")
     if args.overlap and args.drafter != "early-exit" and args.spec != ["none"]:
@@ -148,7 +148,10 @@ def run(args: argparse.Namespace) -> int:
     longest = max(map(len, prompts))
     combinations = list(itertools.product(args.platform or ["a3"], args.spec or ["chain"]))
     # Every configuration is checked before anything runs.
-    configs = [deployment(args, spec_model, platform, spec, longest) for platform, spec in combinations]
+    with options_named(_OPTIONS):
+        configs = [deployment(args, spec_model, platform, spec, longest) for platform, spec in combinations]
+        for config in configs:
+            pool_sizes(config, args.swa_ratio)
     check_outputs(("--json", args.json), ("--report", args.report))
     model = build_model(spec_model, args.seed)
     oracle = Oracle(model)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dsv4_npu.planning.options import add_deployment, answer, check_folder, other_arguments
+from dsv4_npu.options import check_outputs, widened
+from dsv4_npu.planning.options import add_deployment, answer, other_arguments
 from dsv4_npu.planning.show import as_json, show, show_both
 
 _STDOUT = "-"
-#: Columns of output that goes to a pipe or a file.
-PIPE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print; bad input is raised, so the exit status is 0."""
     if args.json not in (None, _STDOUT):
-        check_folder(Path(args.json), "--json")
+        check_outputs(("--json", Path(args.json)))
     answers = [answer(args)]
     if args.compare is not None:
         answers.append(answer(other_arguments(args, args.compare), f"--compare {args.compare!r}: "))
@@ -43,10 +42,7 @@ def run(args: argparse.Namespace) -> int:
             print(text)
             return 0
         Path(args.json).write_text(text + "\n", encoding="utf-8")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A pipe or a file has no width: numbers must not be cut to fit one.
-        console.width = max(console.width, PIPE_WIDTH)
+    console = widened(Console(highlight=False))
     if len(answers) == 1:
         show(console, answers[0])
     else:

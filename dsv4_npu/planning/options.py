@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import argparse
 import copy
-import re
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import NoReturn
 
 from dsv4_npu.budget import DEFAULT_SWA_RATIO, GIB, draft_stages
-from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec, configs_dir
-from dsv4_npu.errors import ConfigError, InputError
+from dsv4_npu.config import CacheConfig, PlatformSpec, SpeculationSpec
+from dsv4_npu.errors import InputError
+from dsv4_npu.options import (
+    DEFAULT_DRAFTS,
+    MOST_ROWS,
+    MOST_TOKENS,
+    drafts_for,
+    gib,
+    gib_above_zero,
+    model_for,
+    options_named,
+    positive,
+    share_above_zero,
+    stages,
+    whole,
+)
 from dsv4_npu.planning.plan import Deployment, Plan, make_plan
 
-CHAIN_DRAFTS, DSPARK_DRAFTS = 3, 5
-#: Fields that messages name, and the options that set them.
-_OPTIONS = {
-    "context_len": "--context",
-    "context": "--context",
-    "request_rows": "--max-running",
-    "c128_page_size": "--c128-page-size",
-    "page_size": "--page-size",
-    "draft_tokens": "--draft-tokens",
-    "swa_ratio": "--swa-ratio",
-    "swa_tokens": "--swa-tokens",
-    "tokens": "--tokens",
-}
 #: Options of which one replaces the other.
 _INSTEAD = {"swa_ratio": "swa_tokens", "swa_tokens": "swa_ratio"}
 
@@ -51,45 +50,12 @@ class Answer:
     notes: tuple[str, ...]
 
 
-def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: an integer of at least 1 is needed")
-    return value
-
-
-def gib(text: str) -> Fraction:
-    """An argparse type: an exact number of GiB, 0 or more."""
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(-1)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of GiB, 0 or more, is needed")
-    return value
-
-
-def share(text: str) -> float:
-    """An argparse type: a number above 0, up to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0, up to 1, is needed")
-    return value
-
-
 def add_deployment(parser: argparse.ArgumentParser) -> None:
     """The options that describe one deployment."""
     add = parser.add_argument
     add("--model", default="v4_flash", help="a model name or the path of a config.json (default: v4_flash)")
     add("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"), help="row formats and ownership (default: a3)")
-    add("--hbm-gib", type=gib, metavar="GIB", help="memory of ONE device, in GiB")
+    add("--hbm-gib", type=gib_above_zero, metavar="GIB", help="memory of ONE device, in GiB")
     add(
         "--weights-gib",
         type=gib,
@@ -110,12 +76,22 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
         help="tensor-parallel ranks (default: 1). DeepSeek-V4 has one KV head, which cannot be split: every rank holds "
         "all KV memory, so it is not divided by N; only --weights-gib falls with N, and that is given per device",
     )
-    add("--tokens", type=positive, metavar="N", help="plan for N tokens instead of the most that fit; checked if both")
+    add(
+        "--tokens",
+        type=whole(1, MOST_TOKENS),
+        metavar="N",
+        help="plan for N tokens instead of the most that fit; checked if both",
+    )
     add("--context", type=positive, default=131072, metavar="N", help="longest request in tokens (default: 131072)")
-    add("--max-running", type=positive, default=64, metavar="N", help="request slots (default: 64)")
-    add("--spec", default="chain", choices=("none", "chain", "dspark"), help="speculative decode (default: chain)")
+    add("--max-running", type=whole(1, MOST_ROWS), default=64, metavar="N", help="request slots (default: 64)")
+    add("--spec", default="chain", choices=tuple(DEFAULT_DRAFTS), help="speculative decode (default: chain)")
     add("--draft-tokens", type=int, metavar="K", help="drafts per verify; D = K + 1 (chain: 3, dspark: the block size)")
-    add("--swa-ratio", type=share, metavar="R", help=f"SWA pages as a share of FULL's (default: {DEFAULT_SWA_RATIO})")
+    add(
+        "--swa-ratio",
+        type=share_above_zero,
+        metavar="R",
+        help=f"SWA pages as a share of FULL's (default: {DEFAULT_SWA_RATIO})",
+    )
     add("--swa-tokens", type=positive, metavar="N", help="SWA for N tokens instead of a share")
     add("--page-size", type=positive, metavar="N", help="tokens per page (default: the platform's, 128 on an NPU)")
     add("--c128-page-size", type=positive, default=16, metavar="N", help="C128 entries per page (default: 16)")
@@ -156,20 +132,16 @@ def answer(args: argparse.Namespace, where: str = "") -> Answer:
 
     Errors name the option where the library names its field, after ``where``, the option that the arguments came from.
     """
-    try:
+    with options_named(where=where):
         return _answer(args)
-    except (ConfigError, InputError) as error:
-        fields = "|".join(_OPTIONS)
-        told = re.sub(rf"(?<![-\w])({fields})(?= =)", lambda found: _OPTIONS[found[1]], str(error))
-        raise type(error)(f"{where}{told}") from error
 
 
 def _answer(args: argparse.Namespace) -> Answer:
-    model, notes = _model(args)
+    model, notes = model_for(args.model, args.spec, "planned for")
     config = CacheConfig(
         model,
         PlatformSpec.load(args.platform),
-        SpeculationSpec(args.spec, _drafts(args, model)),
+        SpeculationSpec(args.spec, drafts_for(args.spec, args.draft_tokens, model)),
         page_size=args.page_size,
         c128_page_size=args.c128_page_size,
         context_len=args.context,
@@ -183,35 +155,6 @@ def _answer(args: argparse.Namespace) -> Answer:
     ratio = DEFAULT_SWA_RATIO if args.swa_ratio is None else args.swa_ratio
     plan = make_plan(Deployment(config, _pool_bytes(args, memory), args.tokens, ratio, args.swa_tokens))
     return Answer(plan, memory, (*notes, *_notes(plan, memory)))
-
-
-def _model(args: argparse.Namespace) -> tuple[ModelSpec, list[str]]:
-    """The model, and its DSpark checkpoint where DSpark was asked for and the model itself has no such stages."""
-    model = ModelSpec.load(args.model)
-    if args.spec != "dspark" or model.dspark_block_size is not None:
-        return model, []
-    with_stages = f"{model.name}_dspark"
-    if args.model == model.name and (configs_dir() / "models" / f"{with_stages}.json").is_file():
-        found = ModelSpec.load(with_stages)
-        return found, [f"{model.name} has no DSpark stages: planned for {with_stages}, which has {_stages(found)}"]
-    raise ConfigError(
-        f"--spec dspark: model {model.name} has no dspark_block_size: give a DSpark checkpoint with --model, "
-        "or --spec chain"
-    )
-
-
-def _stages(model: ModelSpec) -> str:
-    count = model.num_draft_stages
-    return f"{count} draft stage" + "s" * (count != 1)
-
-
-def _drafts(args: argparse.Namespace, model: ModelSpec) -> int:
-    if args.draft_tokens is not None:
-        drafts: int = args.draft_tokens
-        return drafts
-    if args.spec == "none":
-        return 0
-    return CHAIN_DRAFTS if args.spec == "chain" else model.dspark_block_size or DSPARK_DRAFTS
 
 
 def _pool_bytes(args: argparse.Namespace, memory: Memory) -> int | None:
@@ -240,15 +183,9 @@ def _notes(plan: Plan, memory: Memory) -> list[str]:
             "raise --swa-ratio or --swa-tokens, or lower --max-running"
         )
     if draft_stages(plan.deployment.config):
-        notes.append(f"{_stages(plan.deployment.config.model)} with SWA rows of their own on the target's SWA pages")
+        notes.append(f"{stages(plan.deployment.config.model)} with SWA rows of their own on the target's SWA pages")
     if memory.tp > 1:
         notes.append(f"one KV head cannot be split: each of the {memory.tp} ranks holds all of these bytes")
     if memory.hbm is not None and not memory.reserve:
         notes.append("nothing is kept for activations, graphs and communication buffers: see --reserve-gib")
     return notes
-
-
-def check_folder(path: Path, option: str) -> None:
-    """Raise InputError unless a file can be put at ``path``."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"{option} {path}: the path of a file in a folder that exists is needed")

@@ -12,8 +12,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dsv4_npu.budget import DEFAULT_SWA_RATIO, sizes_for_tokens
-from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
-from dsv4_npu.errors import InputError
+from dsv4_npu.config import CacheConfig, PlatformSpec, SpeculationSpec
+from dsv4_npu.errors import ConfigError, InputError
+from dsv4_npu.options import (
+    DEFAULT_DRAFTS,
+    MOST_ROWS,
+    above_zero,
+    check_outputs,
+    drafts_for,
+    gib_above_zero,
+    model_for,
+    options_named,
+    positive,
+    share,
+    share_above_zero,
+    whole,
+    widened,
+)
 from dsv4_npu.replay.acceptance import SimulatedAcceptance
 from dsv4_npu.replay.intake import Policy
 from dsv4_npu.replay.report import write_report
@@ -22,93 +37,70 @@ from dsv4_npu.replay.sizing import GIB, sizes_for_bytes
 from dsv4_npu.replay.summary import as_json, as_report, groups
 from dsv4_npu.replay.trace import load_trace
 
-DEFAULT_DRAFTS = {"none": 0, "chain": 3, "dspark": 5}
 DEFAULT_TOKENS = 2 * 2**20
-
-
-def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: at least 1 is needed")
-    return value
-
-
-def share(text: str) -> float:
-    """An argparse type: a number from 0 to 1."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{value}: a number from 0 to 1 is needed")
-    return value
-
-
-def above_zero(text: str) -> float:
-    """An argparse type: a number above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value}: a number above 0 is needed")
-    return value
+#: The host keeps tables of every page: more tokens than any one device holds.
+MOST_TOKENS = 2**31
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``replay``."""
-    parser.add_argument("trace", type=Path, help="JSON lines in the Mooncake format")
-    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
-    parser.add_argument("--model", default="v4_flash", help="a model name or the path of a config.json")
-    parser.add_argument("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"))
-    parser.add_argument("--spec", default="chain", choices=tuple(DEFAULT_DRAFTS), help="speculative decode")
-    parser.add_argument("--draft-tokens", type=int, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
-    parser.add_argument("--accept-rate", type=share, default=0.7, help="SIMULATED: chance of each draft (default: 0.7)")
+    add = parser.add_argument
+    add("trace", type=Path, help="JSON lines in the Mooncake format")
+    add("--limit", type=positive, metavar="N", help="read only the first N requests of the file")
+    add("--model", default="v4_flash", help="a model name or the path of a config.json")
+    add("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"))
+    add("--spec", default="chain", choices=tuple(DEFAULT_DRAFTS), help="speculative decode")
+    add("--draft-tokens", type=int, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
+    add("--accept-rate", type=share, default=0.7, help="SIMULATED: chance of each draft (default: 0.7)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tokens", type=positive, help=f"tokens that the pools hold (default: {DEFAULT_TOKENS})")
     size.add_argument(
-        "--hbm-gib", type=above_zero, metavar="GIB", help="device memory for all pools and states instead"
+        "--tokens", type=whole(1, MOST_TOKENS), help=f"tokens that the pools hold (default: {DEFAULT_TOKENS})"
     )
-    parser.add_argument("--swa-ratio", type=share, default=DEFAULT_SWA_RATIO, help="SWA pages as a share of FULL pages")
-    parser.add_argument("--context", type=positive, default=131072, help="longest request in tokens (default: 131072)")
-    parser.add_argument("--c128-page-size", type=positive, default=16, help="C128 entries per page; below 16 for tests")
-    parser.add_argument("--max-running", type=positive, default=64, help="requests served at once (default: 64)")
-    parser.add_argument("--prefill-chunk", type=positive, default=8192, help="prompt tokens of one prefill step")
-    parser.add_argument(
+    size.add_argument(
+        "--hbm-gib", type=gib_above_zero, metavar="GIB", help="device memory for all pools and states instead"
+    )
+    add("--swa-ratio", type=share_above_zero, default=DEFAULT_SWA_RATIO, help="SWA pages as a share of FULL pages")
+    add("--context", type=positive, default=131072, help="longest request in tokens (default: 131072)")
+    add("--c128-page-size", type=positive, default=16, help="C128 entries per page; below 16 for tests")
+    add("--max-running", type=whole(1, MOST_ROWS), default=64, help="requests served at once (default: 64)")
+    add("--prefill-chunk", type=positive, default=8192, help="prompt tokens of one prefill step")
+    add(
         "--admission",
         default="whole",
         choices=("whole", "chunk"),
         help="let a request in when all of its prompt fits, or when its first chunk does (more retractions)",
     )
-    parser.add_argument(
-        "--output-estimate", type=share, default=0.3, help="share of the outputs to come that admission keeps room for"
-    )
-    parser.add_argument("--no-prefix-cache", action="store_true", help="share no prefixes")
-    parser.add_argument("--no-overlap", action="store_true", help="learn each step before the next one is launched")
-    parser.add_argument(
+    add("--output-estimate", type=share, default=0.3, help="share of the outputs to come that admission keeps room for")
+    add("--no-prefix-cache", action="store_true", help="share no prefixes")
+    add("--no-overlap", action="store_true", help="learn each step before the next one is launched")
+    add(
         "--sessions",
         default="off",
         choices=("off", "field", "infer"),
         help="keep rows between turns: of requests with the same session_id, or also of prompts that continue another",
     )
-    parser.add_argument("--step-ms", type=above_zero, help="time of a step: requests then arrive by their timestamps")
-    parser.add_argument(
-        "--audit", default="end", choices=("every", "end"), help="audit after every round, or at the end"
-    )
-    parser.add_argument(
-        "--ledger", default="auto", choices=("auto", "cpp", "python"), help="implementation of the ledger"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the simulated acceptance")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
-    parser.add_argument("--report", type=Path, metavar="OUT.html", help="write the picture to this file")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add("--step-ms", type=above_zero, help="time of a step: requests then arrive by their timestamps")
+    add("--audit", default="end", choices=("every", "end"), help="audit after every round, or at the end")
+    add("--ledger", default="auto", choices=("auto", "cpp", "python"), help="implementation of the ledger")
+    add("--seed", type=whole(0, 2**53), default=0, help="of the simulated acceptance")
+    add("--json", type=Path, metavar="OUT", help="write every number to this file")
+    add("--report", type=Path, metavar="OUT.html", help="write the picture to this file")
+    add("--quiet", action="store_true", help="no progress bar")
 
 
 def deployment(args: argparse.Namespace) -> Deployment:
     """What the options describe; ConfigError says which one to change."""
-    drafts = DEFAULT_DRAFTS[args.spec] if args.draft_tokens is None else args.draft_tokens
-    if not 0 <= args.seed < 2**64:
-        raise InputError(f"seed = {args.seed}: 0 to 2**64 - 1 is allowed")
+    with options_named():
+        return _deployment(args)
+
+
+def _deployment(args: argparse.Namespace) -> Deployment:
+    model, notes = model_for(args.model, args.spec, "replayed with")
     rows = args.max_running if args.sessions == "off" else 2 * args.max_running
     config = CacheConfig(
-        ModelSpec.load(args.model),
+        model,
         PlatformSpec.load(args.platform),
-        SpeculationSpec(args.spec, drafts),
+        SpeculationSpec(args.spec, drafts_for(args.spec, args.draft_tokens, model)),
         c128_page_size=args.c128_page_size,
         context_len=args.context,
         request_rows=rows,
@@ -118,6 +110,11 @@ def deployment(args: argparse.Namespace) -> Deployment:
         sizes = sizes_for_bytes(config, int(args.hbm_gib * GIB), args.swa_ratio)
     else:
         sizes = sizes_for_tokens(config, args.tokens or DEFAULT_TOKENS, args.swa_ratio)
+    if sizes.full_pages * config.page > MOST_TOKENS:
+        raise ConfigError(
+            f"--hbm-gib {float(args.hbm_gib):g}: {sizes.full_pages * config.page:,} tokens; a replay keeps tables of "
+            f"every page on the host: at most {MOST_TOKENS:,} tokens"
+        )
     policy = Policy(
         max_running=args.max_running,
         prefill_chunk=args.prefill_chunk,
@@ -127,12 +124,13 @@ def deployment(args: argparse.Namespace) -> Deployment:
         step_ms=args.step_ms,
     )
     acceptance = SimulatedAcceptance(args.seed, args.accept_rate, config.verify_width)
-    return Deployment(config, sizes, acceptance, policy, args.sessions, not args.no_prefix_cache, args.ledger)
+    cache = not args.no_prefix_cache
+    return Deployment(config, sizes, acceptance, policy, args.sessions, cache, args.ledger, tuple(notes))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the trace; exit status 0 only if the audit is clean and nothing leaked."""
-    console = Console(highlight=False)
+    """Serve the trace; exit status 0 only if something was served, the audit is clean and nothing leaked."""
+    console = widened(Console(highlight=False))
     what = deployment(args)
     trace = load_trace(args.trace, args.limit)
     if not trace:
@@ -148,22 +146,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         write_report(report, args.report)
     _show(console, report, outcome)
-    return 0 if outcome.clean else 1
-
-
-def check_outputs(*files: tuple[str, Path | None]) -> None:
-    """Refuse output files that cannot be written, or the same one twice, before anything runs."""
-    seen: dict[Path, str] = {}
-    for option, path in files:
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
-        if path.is_dir():
-            raise InputError(f"{option} {path}: this is a folder; the name of a file is needed")
-        if path.resolve() in seen:
-            raise InputError(f"{option} {path}: {seen[path.resolve()]} names the same file; two files are needed")
-        seen[path.resolve()] = option
+    return 0 if outcome.clean and outcome.counters.served else 1
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -30,7 +30,10 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is replayed: the memory, its sizes, the simulated acceptance and the scheduler's policy."""
+    """What is replayed: the memory, its sizes, the simulated acceptance and the scheduler's policy.
+
+    ``notes``: what the user should know about it.
+    """
 
     config: CacheConfig
     sizes: PoolSizes
@@ -39,6 +42,7 @@ class Deployment:
     sessions: Sessions = "off"
     prefix_cache: bool = True
     backend: Backend = "auto"
+    notes: tuple[str, ...] = ()
 
 
 @dataclass

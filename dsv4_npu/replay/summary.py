@@ -70,8 +70,8 @@ def as_report(name: str, what: Deployment, outcome: Outcome) -> dict[str, Any]:
         "title": f"Replay of {name}",
         "subtitle": f"{config.model.name} on {config.platform.name}, {speculation}, at most {policy.max_running} "
         f"running, {sizes.full_pages * config.page:,} tokens ({gib:.1f} GiB), seed {what.acceptance.seed}",
-        "notes": [what.acceptance.text, "no forward runs: memory and scheduling only"],
-        "verdict": {"ok": outcome.clean, "text": verdict(outcome)},
+        "notes": [*what.notes, what.acceptance.text, "no forward runs: memory and scheduling only"],
+        "verdict": {"ok": outcome.clean and bool(outcome.counters.served), "text": verdict(outcome)},
         **outcome.samples.as_data(),
         "numbers": list(_numbers(what, outcome)),
         "tables": [
@@ -88,7 +88,8 @@ def verdict(outcome: Outcome) -> str:
     """One line: audit and leaks."""
     audits = outcome.counters.audits
     if outcome.clean:
-        return f"audit clean ({audits} run{'s' * (audits != 1)}), no leaks"
+        served = "" if outcome.counters.served else "nothing was served: every request was refused; "
+        return f"{served}audit clean ({audits} run{'s' * (audits != 1)}), no leaks"
     return f"{len(outcome.problems)} problem{'s' * (len(outcome.problems) != 1)}: {outcome.problems[0]}"[:200]
 
 

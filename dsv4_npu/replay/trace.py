@@ -8,7 +8,8 @@ Equal hash ids stand for equal blocks, so requests that begin with the same ids 
 
 from __future__ import annotations
 
-import json
+import codecs
+import itertools
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv4_npu.errors import InputError
+from dsv4_npu.reading import LARGEST, parse_json, shown
 
 #: Tokens of a hashed block.
 BLOCK: Final = 512
@@ -42,20 +44,35 @@ class TraceRequest:
 
 
 def load_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first ``limit`` requests of a file in arrival order; InputError names the line and the field."""
+    """The first ``limit`` requests of a file, in arrival order; InputError names the line and the field.
+
+    Nothing behind them is read.
+    """
     try:
-        with open(path, encoding="utf-8") as lines:
-            return parse_trace(lines, str(path), limit)
+        with open(path, "rb") as lines:
+            return parse_trace(_decoded(lines, str(path)), str(path), limit)
     except OSError as error:
         raise InputError(f"trace {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"trace {path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def _decoded(lines: Iterable[bytes], name: str) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if line.startswith(codecs.BOM_UTF8):
+            raise InputError(
+                f"{name}, line {number}: starts with a UTF-8 byte order mark (EF BB BF); save the file as UTF-8 "
+                "without it"
+            )
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            where = f"{name}, line {number}"
+            raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start} of the line") from error
 
 
 def parse_trace(lines: Iterable[str], name: str = "trace", limit: int | None = None) -> list[TraceRequest]:
-    """Parse lines; requests with equal timestamps keep their order. Blank lines are skipped."""
-    found = sorted(_parsed(lines, name), key=lambda one: one[0])
-    return [TraceRequest(index, *fields) for index, fields in enumerate(found[:limit])]
+    """Parse lines up to ``limit`` requests; those with equal timestamps keep their order. Blank lines are skipped."""
+    found = sorted(itertools.islice(_parsed(lines, name), limit), key=lambda one: one[0])
+    return [TraceRequest(index, *fields) for index, fields in enumerate(found)]
 
 
 def _parsed(lines: Iterable[str], name: str) -> Iterator[tuple[float, int, int, I64, Hashable]]:
@@ -63,15 +80,14 @@ def _parsed(lines: Iterable[str], name: str) -> Iterator[tuple[float, int, int, 
         if not line.strip():
             continue
         where = f"{name}, line {number}"
-        try:
-            data = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{where}: not valid JSON: {error}") from error
+        data = parse_json(line, where, InputError)
         if not isinstance(data, dict):
             raise InputError(f"{where}: a {type(data).__name__}; a JSON object is needed")
         timestamp = _field(data, "timestamp", where)
-        if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not 0 <= timestamp < float("inf"):
-            raise InputError(f"{where}: timestamp = {timestamp!r}: a number of milliseconds >= 0 is needed")
+        if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not 0 <= timestamp <= LARGEST:
+            raise InputError(
+                f"{where}: timestamp = {shown(timestamp)}: a number of milliseconds from 0 to 2**53 is needed"
+            )
         length = _positive(data, "input_length", where)
         yield (
             timestamp,
@@ -91,17 +107,17 @@ def _field(data: dict[str, Any], key: str, where: str) -> object:
 def _positive(data: dict[str, Any], key: str, where: str) -> int:
     value = _field(data, key, where)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**40:
-        raise InputError(f"{where}: {key} = {value!r}: an integer number of tokens >= 1 is needed")
+        raise InputError(f"{where}: {key} = {shown(value)}: an integer number of tokens from 1 to 2**40 is needed")
     return value
 
 
 def _hashes(data: dict[str, Any], length: int, where: str) -> I64:
     ids = _field(data, "hash_ids", where)
     if not isinstance(ids, list):
-        raise InputError(f"{where}: hash_ids = {ids!r:.60}: a list of integers is needed")
+        raise InputError(f"{where}: hash_ids = {shown(ids)}: a list of integers is needed")
     for position, value in enumerate(ids):
         if type(value) is not int or not 0 <= value <= MAX_HASH:
-            raise InputError(f"{where}: hash_ids[{position}] = {value!r:.60}: an integer 0 to 2**53 is needed")
+            raise InputError(f"{where}: hash_ids[{position}] = {shown(value)}: an integer 0 to 2**53 is needed")
     blocks = -(-length // BLOCK)
     if len(ids) != blocks:
         raise InputError(
@@ -114,7 +130,7 @@ def _hashes(data: dict[str, Any], length: int, where: str) -> I64:
 def _session(data: dict[str, Any], where: str) -> Hashable:
     session = data.get("session_id")
     if session is not None and (isinstance(session, bool) or not isinstance(session, (int, str))):
-        raise InputError(f"{where}: session_id = {session!r:.60}: a string or an integer is needed")
+        raise InputError(f"{where}: session_id = {shown(session)}: a string or an integer is needed")
     return session
 
 

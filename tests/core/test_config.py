@@ -157,8 +157,11 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with refused("cannot read", "folder.json", "directory"):
         ModelSpec.load(tmp_path / "folder.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with refused("not valid JSON"):
+    with refused("not UTF-8 text"):
         ModelSpec.load(tmp_path / "binary.json")
+    (tmp_path / "deep.json").write_text("[" * 100000)
+    with refused("nested too deeply"):
+        ModelSpec.load(tmp_path / "deep.json")
 
 
 MODEL_KEYS = (

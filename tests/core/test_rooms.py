@@ -31,8 +31,10 @@ ROOMS = (
     "compressor",
     "planning",
     "budget",
+    "options",
     "config",
     "addressing",
+    "reading",
     "errors",
 )
 #: Optional packages that one room alone may import.

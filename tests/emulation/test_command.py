@@ -52,16 +52,16 @@ def test_a_wrong_output_gives_status_1(prompts: str, monkeypatch: pytest.MonkeyP
     ("options", "words"),
     [
         (["--spec", "chain", "--draft-tokens", "10"], "write pad 10"),
-        (["--spec", "chain", "--draft-tokens", "-1"], "draft_tokens"),
-        (["--c128-page-size", "3"], "power of two"),
-        (["--page-size", "100"], "page_size = 100"),
-        (["--temperature", "0.5"], "temperature = 0.5"),
-        (["--temperature", "-1"], "temperature = -1"),
+        (["--spec", "chain", "--draft-tokens", "-1"], "--draft-tokens = -1"),
+        (["--c128-page-size", "3"], "--c128-page-size = 3; a power of two"),
+        (["--page-size", "100"], "--page-size = 100"),
+        (["--temperature", "0.5"], "--temperature 0.5 with greedy"),
+        (["--temperature", "-1"], "--temperature -1"),
         (["--model", "nothing"], "'nothing' is not known"),
         (["--prompts", "/nowhere/p.txt"], "/nowhere/p.txt"),
         (["--json", "/nowhere/out.json"], "--json /nowhere/out.json"),
         (["--report", "/tmp"], "--report /tmp"),
-        (["--max-new-tokens", "100000"], "context_len"),
+        (["--max-new-tokens", "100000"], "--max-new-tokens on top of the longest of --prompts: context = "),
     ],
 )
 def test_wrong_options_are_named(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

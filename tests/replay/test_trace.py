@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,27 @@ def test_requests_come_in_arrival_order_and_ties_keep_the_order_of_the_file() ->
         (1, 2, [7, 8]),
         (2, 9, [1, 2]),
     ]
-    assert [one.timestamp for one in parse_trace([line(timestamp=9), line(timestamp=2)], limit=1)] == [2]
+
+
+def test_a_limit_reads_no_further() -> None:
+    def lines() -> Iterator[str]:
+        yield line(timestamp=9)
+        yield line(timestamp=2)
+        raise AssertionError("the third line was read")
+
+    assert [one.timestamp for one in parse_trace(lines(), limit=2)] == [2, 9]
+    assert [one.timestamp for one in parse_trace([line(timestamp=9), "{"], limit=1)] == [9]
 
 
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
-        ("{", "not valid JSON"),
+        ("{", "not valid JSON: Expecting property name enclosed in double quotes (column 2)"),
+        ("[" * 100000, "nested too deeply"),
+        ("[" + "9" * 5000 + "]", "a number has too many digits"),
+        (line(timestamp=10**400), "timestamp = a number of 400 digits"),
+        (line(timestamp=1e300), "timestamp = 1e+300: a number of milliseconds from 0 to 2**53"),
+        (line(output_length=10**400), "output_length = a number of 400 digits"),
         ("[1]", "a list; a JSON object is needed"),
         *((line(**{key: ...}), f"{key} is missing") for key in GOOD),
         (line(timestamp=-1), "timestamp = -1"),
@@ -59,16 +74,21 @@ def test_requests_come_in_arrival_order_and_ties_keep_the_order_of_the_file() ->
 def test_a_malformed_line_is_named_with_its_field(bad: str, field: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_trace([line(), bad], name="some.jsonl")
-    assert "some.jsonl, line 2: " in str(caught.value)
+    assert str(caught.value).startswith("some.jsonl, line 2: ")
+    assert str(caught.value).count("line ") - str(caught.value).count("the line has") == 1
     assert field in str(caught.value)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nothing\.jsonl: cannot be read"):
         load_trace(tmp_path / "nothing.jsonl")
-    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(InputError, match="not UTF-8"):
+    good = (line() + "\n").encode()
+    (tmp_path / "bytes.jsonl").write_bytes(3000 * good + b"\xff\xfe{}")
+    with pytest.raises(InputError, match=r"bytes\.jsonl, line 3001: not UTF-8 text: .* at byte 0 of the line"):
         load_trace(tmp_path / "bytes.jsonl")
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + good)
+    with pytest.raises(InputError, match=r"bom\.jsonl, line 1: starts with a UTF-8 byte order mark .* without it"):
+        load_trace(tmp_path / "bom.jsonl")
 
 
 @given(
