@@ -20,7 +20,7 @@ int64_t Ledger::swa_from(int64_t row, int64_t new_len, int64_t tail) const {
 // Whether the partly filled last page lacks an SWA page that the extension writes to.
 bool Ledger::remap(int64_t row, int64_t first) const {
   const int64_t held = a.held_cols[row];
-  if (first >= held || held == 0) return false;
+  if (first >= held || held == 0 || full_only()) return false;
   const int32_t last = row_pages(row)[held - 1];
   return a.full_owner[last] == row && swa_of(last) == 0;
 }
@@ -28,6 +28,7 @@ bool Ledger::remap(int64_t row, int64_t first) const {
 Need Ledger::need_of(int64_t row, int64_t new_len, int64_t tail) const {
   const int64_t held = a.held_cols[row];
   const int64_t columns = std::max(held, ceil_div(new_len, z.page));
+  if (full_only()) return {columns - held, 0, 0};
   const int64_t first = swa_from(row, new_len, tail);
   return {columns - held, std::max<int64_t>(0, columns - std::max(first, held)) + remap(row, first),
           std::max<int64_t>(0, c128_columns(new_len, z.c128_page) - a.c128_cols[row])};
@@ -47,9 +48,9 @@ void Ledger::write_row(int64_t row, int64_t new_len, int64_t tail, const Need& n
     set_column(row, column, page);
     a.page_state[FULL][page] = HELD;
     a.full_owner[page] = static_cast<int32_t>(row);
-    if (column >= first) map(page, next_swa());
+    if (column >= first && !full_only()) map(page, next_swa());
   }
-  if (first > held) {
+  if (first > held && !full_only()) {
     a.swa_start[row] = static_cast<int32_t>(first);
     a.flags[row] |= GAP;
   }
@@ -113,7 +114,7 @@ void Ledger::decode_step(Ids rows, int64_t reserve, int64_t width) {
     check_window(row, a.committed[row], "decode");
     const int64_t length = decode_len(row, reserve);
     check_width(row, length);
-    if (length == a.allocated[row] && c128_columns(length, z.c128_page) <= a.c128_cols[row]) continue;
+    if (length == a.allocated[row] && sidecar_for(length) <= a.c128_cols[row]) continue;
     const Need need = need_of(row, length, kNoTail);
     sum.full += need.full;
     sum.swa += need.swa;
@@ -143,7 +144,7 @@ void Ledger::check_span(int64_t row, int64_t start, int64_t stop) const {
     for (int64_t column = start / z.page; column <= (stop - 1) / z.page; ++column)
       if (!row_pages(row)[column])
         fail(ErrorKind::Ownership, message("row ", row, ": FULL column ", column, " is empty"));
-  if (start / kC128Ratio < stop / kC128Ratio)
+  if (start / kC128Ratio < stop / kC128Ratio && !full_only())
     for (int64_t column = start / z.group_tokens; column <= (stop / kC128Ratio - 1) / z.c128_page; ++column)
       if (!row_sidecar(row)[column])
         fail(ErrorKind::Ownership, message("row ", row, ": C128 column ", column, " is empty"));
@@ -151,7 +152,7 @@ void Ledger::check_span(int64_t row, int64_t start, int64_t stop) const {
 
 void Ledger::count_slots(int64_t row, int64_t start, int64_t stop, SlotCounts& counts) const {
   counts.full += stop - start;
-  if (row == 0) return;
+  if (row == 0 || full_only()) return;
   counts.c4 += stop / kC4Ratio - start / kC4Ratio;
   counts.c128 += stop / kC128Ratio - start / kC128Ratio;
 }
@@ -175,12 +176,14 @@ void Ledger::fill_slots(int64_t row, int64_t start, int64_t stop, SlotCursor& ou
     } else {
       std::fill_n(out.swa, count, 0);
     }
-    // Pages are multiples of four, so a slot closes a C4 window exactly where its position does.
-    for (int64_t slot = full / kC4Ratio; slot < (full + count) / kC4Ratio; ++slot) *out.c4++ = slot;
     out.full += count;
     out.swa += count;
     position += count;
+    if (full_only()) continue;
+    // Pages are multiples of four, so a slot closes a C4 window exactly where its position does.
+    for (int64_t slot = full / kC4Ratio; slot < (full + count) / kC4Ratio; ++slot) *out.c4++ = slot;
   }
+  if (full_only()) return;
   const int32_t* sidecar = row_sidecar(row);
   for (int64_t entry = start / kC128Ratio; entry < stop / kC128Ratio; ++entry)
     *out.c128++ = sidecar[entry / z.c128_page] * z.c128_page + entry % z.c128_page;

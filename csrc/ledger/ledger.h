@@ -21,6 +21,15 @@ inline constexpr int64_t kC4Ratio = 4;
 inline constexpr int64_t kC128Ratio = 128;
 inline constexpr int64_t kNoTail = -1;
 
+inline int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
+inline int64_t ceil_to(int64_t value, int64_t unit) { return ceil_div(value, unit) * unit; }
+// Rounds towards minus infinity, as Python does.
+inline int64_t floor_div(int64_t value, int64_t unit) {
+  const int64_t quotient = value / unit;
+  return quotient - (value % unit != 0 && value < 0);
+}
+inline int64_t c128_columns(int64_t tokens, int64_t c128_page) { return ceil_div(tokens / kC128Ratio, c128_page); }
+
 enum class ErrorKind { Input, Capacity, Ownership };
 
 // Thrown before anything changed; becomes the exception of the same name in dsv4_npu.errors.
@@ -154,6 +163,9 @@ class Ledger {
   std::vector<int64_t> slot_pages(Ids slots) const;
   void swap_c128(int64_t row, Ids pages) const;
 
+  // A model with plain attention has FULL pages and no other family.
+  bool full_only() const { return a.total[SWA] == 0 && a.total[C128] == 0; }
+  int64_t sidecar_for(int64_t tokens) const { return full_only() ? 0 : c128_columns(tokens, z.c128_page); }
   int64_t decode_len(int64_t row, int64_t reserve) const;
   int64_t swa_from(int64_t row, int64_t new_len, int64_t tail) const;
   bool remap(int64_t row, int64_t first) const;
@@ -161,15 +173,6 @@ class Ledger {
   template <class NextFull, class NextSwa, class NextC128>
   void write_row(int64_t row, int64_t new_len, int64_t tail, const Need& need, NextFull&&, NextSwa&&, NextC128&&);
 };
-
-inline int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
-inline int64_t ceil_to(int64_t value, int64_t unit) { return ceil_div(value, unit) * unit; }
-// Rounds towards minus infinity, as Python does.
-inline int64_t floor_div(int64_t value, int64_t unit) {
-  const int64_t quotient = value / unit;
-  return quotient - (value % unit != 0 && value < 0);
-}
-inline int64_t c128_columns(int64_t tokens, int64_t c128_page) { return ceil_div(tokens / kC128Ratio, c128_page); }
 
 inline void append(std::string& text, const char* part) { text += part; }
 inline void append(std::string& text, const std::string& part) { text += part; }

@@ -131,7 +131,7 @@ void Ledger::rewind(int64_t row, int64_t target) {
 void Ledger::check_prefix(int64_t row, Ids pages, Ids c128, int64_t length) const {
   check_open(row);
   check_whole(row);
-  if (length < 0 || length % z.page || length / kC128Ratio % z.c128_page)
+  if (length < 0 || length % z.page || (!full_only() && length / kC128Ratio % z.c128_page))
     fail(ErrorKind::Input, message("row ", row, ": prefix of ", length, " tokens: whole pages of ", z.page,
                                    " tokens and whole C128 pages of ", z.group_tokens, " tokens are shared"));
   check_width(row, length);
@@ -139,10 +139,11 @@ void Ledger::check_prefix(int64_t row, Ids pages, Ids c128, int64_t length) cons
   if (length < low)
     fail(ErrorKind::Ownership,
          message("row ", row, ": prefix of ", length, " tokens is shorter than the shared ", low));
-  if (std::ssize(pages) != length / z.page || std::ssize(c128) != length / z.group_tokens)
+  const int64_t groups = full_only() ? 0 : length / z.group_tokens;
+  if (std::ssize(pages) != length / z.page || std::ssize(c128) != groups)
     fail(ErrorKind::Input, message("row ", row, ": prefix of ", length, " tokens: ", std::ssize(pages), " FULL and ",
-                                   std::ssize(c128), " C128 pages, ", length / z.page, " and ",
-                                   length / z.group_tokens, " are needed"));
+                                   std::ssize(c128), " C128 pages, ", length / z.page, " and ", groups,
+                                   " are needed"));
   std::vector<bool> seen(a.total[FULL] + 1);
   for (const int64_t page : pages) {
     check_outside(page);
@@ -151,7 +152,8 @@ void Ledger::check_prefix(int64_t row, Ids pages, Ids c128, int64_t length) cons
   }
   for (const int64_t page : c128) check_counted(page);
   const int64_t end = std::max(a.committed[row], length);
-  for (int64_t column = std::max<int64_t>(0, end - z.window + 1) / z.page; column < std::ssize(pages); ++column)
+  const int64_t windowed = full_only() ? 0 : std::ssize(pages);
+  for (int64_t column = std::max<int64_t>(0, end - z.window + 1) / z.page; column < windowed; ++column)
     if (!swa_of(pages[column]))
       fail(ErrorKind::Ownership, message("row ", row, ": prefix of ", length, " tokens: FULL page ", pages[column],
                                          " in the last window has no SWA page"));
@@ -173,7 +175,7 @@ void Ledger::attach(int64_t row, Ids pages, Ids c128, int64_t length) {
     }
   }
   swap_c128(row, c128);
-  if (a.swa_start[row] <= columns) {
+  if (a.swa_start[row] <= columns && !full_only()) {
     int64_t start = columns;
     while (start > 0 && swa_of(pages[start - 1])) --start;
     a.swa_start[row] = static_cast<int32_t>(start);
@@ -221,7 +223,8 @@ Pages Ledger::take_over(int64_t row, int64_t columns) {
     a.full_owner[page] = 0;
     ++a.full_readers[page];
   }
-  out.c128.assign(sidecar + first * z.page / z.group_tokens, sidecar + columns * z.page / z.group_tokens);
+  if (!full_only())
+    out.c128.assign(sidecar + first * z.page / z.group_tokens, sidecar + columns * z.page / z.group_tokens);
   for (const int32_t page : out.c128) ++a.c128_count[page];
   a.shared_cols[row] = static_cast<int32_t>(columns);
   return out;
@@ -239,7 +242,7 @@ void Ledger::trim(int64_t row, int64_t boundary) {
     set_column(row, keep + column, 0);
     free_full(page);
   });
-  const int64_t side = c128_columns(boundary, z.c128_page), filled = a.c128_cols[row];
+  const int64_t side = sidecar_for(boundary), filled = a.c128_cols[row];
   for_each_page(row_sidecar(row) + side, std::max<int64_t>(0, filled - side), [&](int64_t column, int32_t page) {
     set_sidecar(row, side + column, 0);
     drop_c128(page);
@@ -256,7 +259,7 @@ void Ledger::trim(int64_t row, int64_t boundary) {
 int64_t Ledger::evict(int64_t row, int64_t width) {
   check_open(row);
   const int64_t bound = floor_div(a.committed[row] - std::max(z.window, width), z.page);
-  if (bound <= a.evict_cursor[row]) return 0;
+  if (bound <= a.evict_cursor[row] || full_only()) return 0;
   step();
   int64_t freed = 0;
   for (int64_t column = std::max(a.evict_cursor[row], a.shared_cols[row]); column < bound; ++column)

@@ -143,7 +143,7 @@ class KVAllocator:
                 f"a request of {total_len} tokens needs a row of {need} tokens: row_width = {self.spec.row_width}"
             )
         pages = addressing.pages_for(total_len, self.spec.page_size)
-        c128 = addressing.c128_columns(total_len, self.spec.c128_page_size)
+        c128 = 0 if self.spec.full_only else addressing.c128_columns(total_len, self.spec.c128_page_size)
         for name, count, total in (("FULL", pages, self.spec.full_pages), ("C128", c128, self.spec.c128_pages)):
             if count > total:
                 raise CapacityError(f"a request of {total_len} tokens needs {count} {name} pages: {total} exist")
@@ -280,17 +280,23 @@ class KVAllocator:
         audit(self, deep)
 
     def usage(self) -> dict[str, tuple[int, int, int]]:
-        """Per family (``FULL``, ``SWA``, ``C128``, ``ROW``): pages out of the free list, their peak, the total."""
+        """Per family (``FULL``, ``SWA``, ``C128``, ``ROW``): pages out of the free list, their peak, the total.
+
+        Families that the model has not are left out.
+        """
         state = self.state
         return {
             name: (state.total(f) - state.free(f), int(state.counters[PEAK + f]), state.total(f))
             for f, name in enumerate(FAMILY_NAMES)
+            if state.total(f)
         }
 
     def resize_c128(self, pages: int) -> None:
         """Change the number of usable C128 pages; pages above a smaller number must be free."""
         if pages < 1:
             raise InputError(f"c128 pages = {pages}: 1 or more is allowed")
+        if self.spec.full_only:
+            raise InputError(f"c128 pages = {pages}: the allocator has FULL pages alone")
         used = np.flatnonzero(self.state.page_state[C128][pages + 1 :] != FREE)
         if len(used):
             raise OwnershipError(f"C128 page {pages + 1 + int(used[0])} is in use: resize to {pages} pages is refused")

@@ -22,6 +22,8 @@ class PrefixStore:
 
     def __init__(self, alloc: KVAllocator, name: str) -> None:
         spec = alloc.spec
+        if spec.full_only:
+            raise ConfigError("a prefix cache over an allocator of FULL pages alone: its granules are C128 pages")
         self.alloc, self.spec = alloc, spec
         self.granule = math.lcm(spec.page_size, spec.group_tokens)
         if spec.window > self.granule:

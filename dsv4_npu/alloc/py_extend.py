@@ -135,7 +135,7 @@ class PyExtend(PyPages):
             for column in range(start // page, (stop - 1) // page + 1):
                 if not self.state.block_table[row, column]:
                     raise OwnershipError(f"row {row}: FULL column {column} is empty")
-        if start // addressing.C128_RATIO < stop // addressing.C128_RATIO:
+        if start // addressing.C128_RATIO < stop // addressing.C128_RATIO and not self.spec.full_only:
             last = (stop // addressing.C128_RATIO - 1) // self.spec.c128_page_size
             for column in range(start // ratio, last + 1):
                 if not self.state.c128_table[row, column]:
@@ -157,7 +157,7 @@ class PyExtend(PyPages):
     def _remap(self, row: int, first: int) -> bool:
         """Whether the partly filled last page of the row lacks an SWA page that the extension writes to."""
         state, held = self.state, int(self.state.held_cols[row])
-        if first >= held or held == 0:
+        if first >= held or held == 0 or self.spec.full_only:
             return False
         last = state.block_table[row, held - 1]
         return bool(state.full_owner[last] == row and state.full_to_swa[last] == 0)
@@ -165,10 +165,11 @@ class PyExtend(PyPages):
     def _need(self, row: int, new: int, tail: int) -> tuple[int, int, int]:
         held = int(self.state.held_cols[row])
         columns = max(held, addressing.pages_for(new, self.spec.page_size))
+        if self.spec.full_only:
+            return columns - held, 0, 0
         first = self._swa_from(row, new, tail)
         swa = max(0, columns - max(first, held)) + self._remap(row, first)
-        c128 = addressing.c128_columns(new, self.spec.c128_page_size) - int(self.state.c128_cols[row])
-        return columns - held, swa, max(0, c128)
+        return columns - held, swa, max(0, self._c128_columns(new) - int(self.state.c128_cols[row]))
 
     def _write_row(self, row: int, new: int, tail: int, full: I32, swa: I32, c128: I32) -> None:
         state = self.state
@@ -185,7 +186,7 @@ class PyExtend(PyPages):
         state.full_owner[full] = row
         if len(swa):
             self._map(full[-len(swa) :], swa)
-        if first > held:
+        if first > held and not self.spec.full_only:
             state.swa_start[row] = first
             state.flags[row] |= GAP
         side = int(state.c128_cols[row])
@@ -213,6 +214,9 @@ class PyExtend(PyPages):
         full = (pages[:, None] * page + offsets).ravel()[cut]
         swa_pages = state.full_to_swa[pages].astype(np.int64)
         swa = np.where(swa_pages[:, None] > 0, swa_pages[:, None] * page + offsets, 0).ravel()[cut]
+        if self.spec.full_only:
+            none = np.zeros(0, np.int64)
+            return full, swa, none, none
         c4 = addressing.c4_slots(full[full % addressing.C4_RATIO == addressing.C4_RATIO - 1])
         entries = np.arange(start // addressing.C128_RATIO, stop // addressing.C128_RATIO)
         c128 = state.c128_table[row, entries // per].astype(np.int64) * per + entries % per

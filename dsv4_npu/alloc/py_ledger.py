@@ -85,7 +85,7 @@ class PyLedger(PyExtend):
         self._put_columns(row, np.arange(columns), pages)
         self._free_full(old[owned])
         self._replace_c128(row, c128)
-        if state.swa_start[row] <= columns:
+        if state.swa_start[row] <= columns and not self.spec.full_only:
             unmapped = np.flatnonzero(state.full_to_swa[pages] == 0)
             state.swa_start[row] = unmapped[-1] + 1 if len(unmapped) else 0
         state.shared_cols[row] = columns
@@ -118,6 +118,7 @@ class PyLedger(PyExtend):
         state.full_owner[pages] = 0
         state.full_readers[pages] += 1
         group = self.spec.group_tokens
+        # Without a C128 family the sidecar has no columns, so this is empty.
         c128 = state.c128_table[row, first * page // group : columns * page // group].copy()
         for held in c128.tolist():
             state.c128_count[held] += 1
@@ -138,7 +139,7 @@ class PyLedger(PyExtend):
         pages = state.block_table[row, columns].astype(np.int64)
         self._put_columns(row, columns, 0)
         self._free_full(pages)
-        self._cut_c128(row, addressing.c128_columns(boundary, self.spec.c128_page_size))
+        self._cut_c128(row, self._c128_columns(boundary))
         state.held_cols[row] = min(held, keep)
         state.allocated[row] = min(high, keep * page)
         state.committed[row] = min(int(state.committed[row]), boundary)
@@ -151,7 +152,7 @@ class PyLedger(PyExtend):
         self._check_open(row)
         state = self.state
         bound = (int(state.committed[row]) - max(self.spec.window, width)) // self.spec.page_size
-        if bound <= state.evict_cursor[row]:
+        if bound <= state.evict_cursor[row] or self.spec.full_only:
             return 0
         self._step()
         first = max(int(state.evict_cursor[row]), int(state.shared_cols[row]))
@@ -197,7 +198,8 @@ class PyLedger(PyExtend):
         self._check_open(row)
         self._check_whole(row)
         state, page, group = self.state, self.spec.page_size, self.spec.group_tokens
-        if length < 0 or length % page or (length // addressing.C128_RATIO) % self.spec.c128_page_size:
+        whole = self.spec.full_only or (length // addressing.C128_RATIO) % self.spec.c128_page_size == 0
+        if length < 0 or length % page or not whole:
             raise InputError(
                 f"row {row}: prefix of {length} tokens: whole pages of {page} tokens and whole C128 pages of "
                 f"{group} tokens are shared"
@@ -206,10 +208,11 @@ class PyLedger(PyExtend):
         low = int(state.shared_cols[row]) * page
         if length < low:
             raise OwnershipError(f"row {row}: prefix of {length} tokens is shorter than the shared {low}")
-        if len(pages) != length // page or len(c128) != length // group:
+        groups = 0 if self.spec.full_only else length // group
+        if len(pages) != length // page or len(c128) != groups:
             raise InputError(
                 f"row {row}: prefix of {length} tokens: {len(pages)} FULL and {len(c128)} C128 pages, "
-                f"{length // page} and {length // group} are needed"
+                f"{length // page} and {groups} are needed"
             )
         seen: set[int] = set()
         for held in pages.tolist():
@@ -220,7 +223,7 @@ class PyLedger(PyExtend):
         for held in c128.tolist():
             self._check_counted(held)
         first = max(0, max(int(state.committed[row]), length) - self.spec.window + 1) // page
-        for column in range(first, len(pages)):
+        for column in range(first, 0 if self.spec.full_only else len(pages)):
             if not state.full_to_swa[pages[column]]:
                 raise OwnershipError(
                     f"row {row}: prefix of {length} tokens: FULL page {pages[column]} in the last window "

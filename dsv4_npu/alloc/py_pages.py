@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dsv4_npu import addressing
 from dsv4_npu.alloc.spec import AllocSpec
 from dsv4_npu.alloc.state import (
     C128,
@@ -43,6 +44,10 @@ class PyPages:
         self.state = state
         self.spec: AllocSpec = state.spec
 
+    def _c128_columns(self, tokens: int) -> int:
+        """Sidecar columns that ``tokens`` positions fill; none without a C128 family."""
+        return 0 if self.spec.full_only else addressing.c128_columns(tokens, self.spec.c128_page_size)
+
     def bind(self) -> None:
         """Take up arrays that were replaced by a resize; nothing is cached here."""
 
@@ -67,6 +72,8 @@ class PyPages:
         for family in (FULL, SWA, C128, ROW):
             pages, tags = self.state.quarantine(family)
             count = int(np.searchsorted(tags, horizon, side="left"))
+            if not count:
+                continue
             counters = self.state.counters
             counters[Q_HEAD + family] = (counters[Q_HEAD + family] + count) % self.state.total(family)
             counters[Q_LEN + family] -= count

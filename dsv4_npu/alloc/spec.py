@@ -34,6 +34,8 @@ class AllocSpec:
     (``ceil_page(context + reserve)``). ``window`` is the sliding window and ``verify_width`` the widest verify (root
     included); together they bound window eviction. ``c4_state_owner`` says who owns C4 compressor state: the SWA page
     (A2/A3) or the request bank (A5).
+
+    A model with plain attention has FULL pages alone (:meth:`plain`): no SWA and no C128 pages, and pages of any size.
     """
 
     page_size: int
@@ -60,9 +62,11 @@ class AllocSpec:
             "verify_width",
         ):
             value = getattr(self, name)
+            if self.full_only and name in ("swa_pages", "c128_pages"):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} = {value!r}: an integer >= 1 is needed")
-        if self.page_size % addressing.C4_RATIO:
+        if self.page_size % addressing.C4_RATIO and not self.full_only:
             raise ConfigError(
                 f"page_size = {self.page_size}: a multiple of {addressing.C4_RATIO} is needed, "
                 f"because C4 pages share the ids of FULL pages"
@@ -91,6 +95,18 @@ class AllocSpec:
             c4_state_owner=config.platform.c4_state_owner,
         )
 
+    @classmethod
+    def plain(
+        cls, *, page_size: int, full_pages: int, request_rows: int, row_width: int, verify_width: int = 1
+    ) -> AllocSpec:
+        """The spec of a model with plain attention: FULL pages alone, whose slots hold its keys and values."""
+        return cls(page_size, 1, full_pages, 0, 0, request_rows, row_width, verify_width=verify_width)
+
+    @property
+    def full_only(self) -> bool:
+        """Whether the model has FULL pages and no other family."""
+        return self.swa_pages == 0 and self.c128_pages == 0
+
     @property
     def columns(self) -> int:
         """FULL pages in a request row."""
@@ -99,7 +115,7 @@ class AllocSpec:
     @property
     def sidecar_columns(self) -> int:
         """C128 pages in a request row."""
-        return addressing.sidecar_width(self.row_width, self.c128_page_size)
+        return 0 if self.full_only else addressing.sidecar_width(self.row_width, self.c128_page_size)
 
     @property
     def group_tokens(self) -> int:
