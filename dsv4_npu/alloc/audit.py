@@ -47,7 +47,10 @@ FREED_IN_USE = "preventing a stale read: the page may be given to another reques
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken invariant; ``page`` is a page id, or a row for the family ROW."""
+    """One broken invariant; ``page`` is a page id, or a row for the family ROW.
+
+    ``row``: the request row whose pages are meant where they are not mapped any more, so that no page can be named.
+    """
 
     family: str
     page: int
@@ -57,9 +60,12 @@ class Violation:
     kind: str
     owner: str
     cleanup: str
+    row: int = 0
 
     def __str__(self) -> str:
         name = f"{self.family} page {self.page}" if self.family != "ROW" else f"request row {self.page}"
+        if self.row:
+            name = f"{self.family} pages of request row {self.row}"
         return (
             f"{name}, step {self.step}: {self.what}; holders: {self.holders}. "
             f"KV page or compressor state: {self.kind}. Owned by: {self.owner}. Cleanup: {self.cleanup}."
@@ -215,7 +221,20 @@ class _Check:
         live = shared & (columns >= np.maximum(state.swa_start, first // page)[rows]) & ~mapped
         self.report(FULL, view.pages[live], "in the live window of a shared prefix, but without an SWA page", STALE)
         early = (state.swa_start * page > first) & (state.flags & GAP == 0)
-        self.report(ROW, np.flatnonzero(early), "SWA pages of the live window were freed", FREED_IN_USE)
+        for row in np.flatnonzero(early).tolist():
+            self.found.append(
+                Violation(
+                    FAMILY_NAMES[SWA],
+                    0,
+                    "SWA pages of the live window were freed",
+                    view.holders_of(ROW, row),
+                    int(state.counters[STEP]),
+                    view.kind_of(SWA),
+                    view.owner_of(SWA, 0),
+                    FREED_IN_USE,
+                    row,
+                )
+            )
 
     def states(self, family: int) -> None:
         state, view = self.state, self.view

@@ -194,6 +194,16 @@ CORRUPTIONS: list[tuple[Corrupt, str]] = [
 ]
 
 
+def test_a_lost_window_is_about_swa_pages() -> None:
+    alloc, shelf = scene()
+    corruption(window_lost)(alloc, shelf)
+    (found,) = (one for one in find_violations(alloc) if "live window" in one.what and one.row)
+    assert (found.family, found.page) == ("SWA", 0)
+    assert str(found).startswith(f"SWA pages of request row {found.row}, step ")
+    assert found.kind == "KV page, and the C4 compressor state in its bank"
+    assert "SWA page" in found.owner
+
+
 @pytest.mark.parametrize(("corrupt", "message"), CORRUPTIONS, ids=[message for _, message in CORRUPTIONS])
 def test_corruption_is_reported(corrupt: Corrupt, message: str) -> None:
     alloc, shelf = scene()
