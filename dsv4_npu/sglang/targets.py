@@ -1,0 +1,82 @@
+"""What is replaced in SGLang, and by what. Pure data: importing this module imports nothing of either side.
+
+A name is ``"module:attribute"``; the attribute may be dotted. Kinds:
+
+* ``class``, ``function``: replaced through SGLang's hook registry. Classes are leaves, since subclasses that exist
+  already would keep their old base; no target may be ``None`` or a Triton kernel object.
+* ``around``: ours is called with SGLang's function as its first argument.
+* ``data``: a module's value (a flag, an entry of a table as ``"module:TABLE[key]"``) set to ours.
+* ``check``: a module's value that SGLang must have set to ours by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+NPU = "dsv4_npu"
+EMULATED = "dsv4_npu_emulated"
+BOTH = (NPU, EMULATED)
+KINDS = ("class", "function", "around", "data", "check")
+
+_DSV4 = "sglang.srt.hardware_backend.npu.dsv4"
+_ALLOCATION = "sglang.srt.mem_cache.allocation"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One replacement. ``moved`` names where older SGLang releases keep the target."""
+
+    purpose: str
+    theirs: str
+    ours: str
+    kind: str
+    platforms: tuple[str, ...] = BOTH
+    moved: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def at(self, version: str | None) -> str:
+        """SGLang's name of the target in release ``version``."""
+        return self.moved.get(version or "", self.theirs)
+
+
+ADAPTERS: tuple[Target, ...] = ()
+
+#: What SGLang decides by the presence of an NPU, set where there is none.
+EMULATION = (
+    Target(
+        "DeepSeek-V4 on an out-of-tree platform",
+        "sglang.srt.platforms.interface:reject_out_of_tree_path",
+        "dsv4_npu.sglang.emulated:let_deepseek_v4_pass",
+        "around",
+        (EMULATED,),
+    ),
+    Target(
+        "rotary embedding without a yarn scaling",
+        "sglang.srt.layers.rotary_embedding.factory:get_rope_wrapper",
+        "dsv4_npu.sglang.emulated:rope_of_any_device",
+        "around",
+        (EMULATED,),
+    ),
+    Target("table writes as on an NPU", f"{_ALLOCATION}:_is_npu", "dsv4_npu.sglang.emulated:YES", "data", (EMULATED,)),
+    Target("pools as on an NPU", f"{_CONFIGURATOR}:_is_npu", "dsv4_npu.sglang.emulated:YES", "data", (EMULATED,)),
+    Target(
+        "reservation for drafts as on an NPU",
+        f"{_ALLOCATION}:ALLOC_EXTEND_FUNCS[cpu]",
+        f"{_ALLOCATION}:_alloc_paged_token_slots_extend_npu",
+        "data",
+        (EMULATED,),
+    ),
+)
+
+#: SGLang decides these when it is imported; false on an NPU, they would leak C128 pages without a word.
+NPU_FLAGS = (
+    Target("table writes as on an NPU", f"{_ALLOCATION}:_is_npu", "dsv4_npu.sglang.emulated:YES", "check", (NPU,)),
+    Target("pools as on an NPU", f"{_CONFIGURATOR}:_is_npu", "dsv4_npu.sglang.emulated:YES", "check", (NPU,)),
+)
+
+TARGETS: tuple[Target, ...] = (*ADAPTERS, *EMULATION, *NPU_FLAGS)
+
+
+def targets(platform: str) -> tuple[Target, ...]:
+    """The targets of one platform of ours, :data:`NPU` or :data:`EMULATED`."""
+    return tuple(target for target in TARGETS if platform in target.platforms)
