@@ -9,15 +9,29 @@ from dsv4_npu.emulation import tokenizer
 from dsv4_npu.emulation.costs import StepCosts
 from dsv4_npu.emulation.result import RunResult
 
+#: Columns below which tables leave out their frames and shorten what they can.
+NARROW = 110
+
+
+def _table(console: Console, title: str | None) -> Table:
+    """An empty table with frames where there is room for them."""
+    if console.width >= NARROW:
+        return Table(title=title, title_justify="left")
+    return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+
 
 def print_result(console: Console, result: RunResult) -> None:
-    table = Table(title=result.label, title_justify="left")
-    for name in ("request", "prompt", "new", "rounds", "rows accepted: rounds", "logit error", "identical", "output"):
+    narrow = console.width < NARROW
+    table = _table(console, result.label)
+    histograms = "accepted:\nrounds" if narrow else "rows accepted: rounds"
+    names = ("request", "prompt", "new", "rounds", histograms, "logit\nerror" if narrow else "logit error")
+    for name in (*names, "identical", "output"):
         table.add_column(name, justify="right" if name in ("request", "prompt", "new", "rounds") else "left")
     for r in result.requests:
         histogram = "  ".join(f"{k}:{v}" for k, v in r.accept_histogram.items())
         verdict = "yes" if r.identical else f"NO (token {r.first_difference})"
         text = tokenizer.decode(r.outputs)
+        longest = 12 if narrow else 28
         table.add_row(
             str(r.rid),
             str(r.prompt_tokens),
@@ -26,10 +40,10 @@ def print_result(console: Console, result: RunResult) -> None:
             histogram,
             f"{r.max_logit_error:.1e}",
             verdict,
-            text[:28] + ("…" if len(text) > 28 else ""),
+            text[:longest] + ("…" if len(text) > longest else ""),
         )
     console.print(table)
-    families = Table()
+    families = _table(console, None)
     for name in ("family", "pages held", "peak", "of", "MiB"):
         families.add_column(name, justify="left" if name == "family" else "right")
     for f in result.families:
@@ -40,7 +54,7 @@ def print_result(console: Console, result: RunResult) -> None:
 
 
 def _print_device(console: Console, costs: StepCosts) -> None:
-    table = Table(title=f"{costs.steps} decode steps on the emulated device", title_justify="left")
+    table = _table(console, f"{costs.steps} decode steps on the emulated device")
     for name in ("event", "per step", "most in a step", "in a steady step"):
         table.add_column(name, justify="left" if name == "event" else "right")
     for line in costs.lines:
@@ -51,8 +65,9 @@ def _print_device(console: Console, costs: StepCosts) -> None:
 
 
 def print_summary(console: Console, results: list[RunResult]) -> None:
-    table = Table(title="summary", title_justify="left")
-    for name in ("run", "identical", "audit", "leaks", "verify rounds", "rows per round", "seconds"):
+    table = _table(console, "summary")
+    between = "\n" if console.width < NARROW else " "
+    for name in ("run", "identical", "audit", "leaks", f"verify{between}rounds", f"rows per{between}round", "seconds"):
         table.add_column(name)
     for r in results:
         accepted = sum(q.mean_accept * q.rounds for q in r.requests)
