@@ -1,0 +1,142 @@
+"""SGLang's real engine on a CPU, serving the emulation's model."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dsv4_npu.config import ModelSpec
+from dsv4_npu.errors import UnavailableError
+from dsv4_npu.sglang.engine_forward import ForwardSetup
+from dsv4_npu.sglang.engine_seams import run_scheduler
+
+#: What SGLang asks of a configuration beyond what Hugging Face's model needs; it shapes an object that never computes.
+_SGLANG_KEYS: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "n_group": 1,
+    "topk_group": 1,
+    "n_hash_layers": 1,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "attention_bias": False,
+    "swiglu_limit": 10.0,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+DEFAULT_SETUP = ForwardSetup()
+
+
+def write_model(spec: ModelSpec, folder: Path) -> Path:
+    """A folder with the ``config.json`` by which SGLang makes its own, empty object of the model ``spec``."""
+    raw = {key: value for key, value in spec.raw.items() if key not in ("name", "dspark_block_size")}
+    raw.update(
+        _SGLANG_KEYS,
+        compress_ratios=list(spec.compress_ratios[: spec.num_layers]),
+        num_nextn_predict_layers=0,
+        qk_nope_head_dim=spec.nope_dim,
+        v_head_dim=spec.head_dim,
+        kv_lora_rank=spec.head_dim,
+        window_size=spec.sliding_window,
+        intermediate_size=raw["moe_intermediate_size"],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw, indent=1), encoding="utf-8")
+    return folder
+
+
+class EmulatedEngine:
+    """``sglang.Engine`` whose scheduler process computes with :class:`~dsv4_npu.sglang.engine_forward.EngineForward`.
+
+    Args:
+        setup: the model; its ``record`` is set here.
+        options: further arguments of SGLang's server, over those that the emulation needs.
+
+    Raises:
+        UnavailableError: SGLang is not installed.
+    """
+
+    def __init__(self, setup: ForwardSetup = DEFAULT_SETUP, **options: Any) -> None:
+        try:
+            from sglang.srt.entrypoints.engine import Engine
+        except ImportError as error:
+            raise UnavailableError(
+                f"SGLang cannot be imported ({error}): make an environment with `make sglang-env`"
+            ) from error
+        self._folder = tempfile.TemporaryDirectory(prefix="dsv4-npu-engine-")
+        folder = Path(self._folder.name)
+        self.spec = ModelSpec.load(setup.model)
+        self.setup = ForwardSetup(setup.model, setup.seed, folder / "logits", setup.draft_tokens)
+
+        class Emulated(Engine):  # type: ignore[misc]
+            run_scheduler_process_func = staticmethod(partial(run_scheduler, self.setup))
+
+        arguments: dict[str, Any] = {
+            "model_path": str(write_model(self.spec, folder / "model")),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "device": "cpu",
+            "kv_cache_dtype": "bfloat16",
+            "disable_cuda_graph": True,
+            "random_seed": 0,
+            "context_length": 6144,
+            "max_total_tokens": 16384,
+            "max_running_requests": 4,
+            "swa_full_tokens_ratio": 0.5,
+            "chunked_prefill_size": 512,
+        }
+        self.sglang = Emulated(**(arguments | options))
+
+    def generate(self, prompts: list[list[int]], max_new: int | list[int], **options: Any) -> list[dict[str, Any]]:
+        """Greedy outputs of all ``prompts`` as SGLang returns them, with ``options`` for its ``generate``."""
+        counts = [max_new] * len(prompts) if isinstance(max_new, int) else max_new
+        sampling = [{"max_new_tokens": n, "temperature": 0, "ignore_eos": True} for n in counts]
+        out: list[dict[str, Any]] = self.sglang.generate(input_ids=prompts, sampling_params=sampling, **options)
+        return out
+
+    def flush(self) -> bool:
+        """Drop the prefix cache and every state; whether SGLang found itself idle and did so."""
+        return bool(self.sglang.flush_cache().success)
+
+    def report(self) -> dict[str, Any]:
+        """What the scheduler process has computed and holds now, see :meth:`EngineSeams.report`."""
+        path = Path(self._folder.name) / "report.json"
+        self.sglang.collective_rpc("dsv4_npu_report", path=str(path))
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return data
+
+    def tamper(self, name: str = "") -> None:
+        """Spoil the memory that later forwards see by one of :data:`~dsv4_npu.sglang.engine_tampers.TAMPERS`."""
+        self.sglang.collective_rpc("dsv4_npu_tamper", name=name)
+
+    def logits(self) -> dict[tuple[str, int], npt.NDArray[np.float64]]:
+        """The float64 logits that the engine sampled from, by request id and position of the row; read once."""
+        path = self.setup.record
+        assert path is not None
+        found = {}
+        with path.open("r+b") as file:
+            while True:
+                try:
+                    rid, start, rows = pickle.load(file)
+                except EOFError:
+                    break
+                found.update({(rid, start + i): row for i, row in enumerate(rows)})
+            file.truncate(0)
+        return found
+
+    def shutdown(self) -> None:
+        """Stop SGLang's processes."""
+        self.sglang.shutdown()
+        self._folder.cleanup()
