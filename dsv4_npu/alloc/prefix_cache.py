@@ -44,18 +44,26 @@ class PrefixCache(PrefixStore):
         alloc: the owner of the pages.
         capture: how C4 rows leave a request's bank (platforms with ``c4_state_owner = "request"``); without it no
             prefix can be shared there.
+        lookahead: tokens behind a granule that belong to its key, because its rows depend on them
+            (:class:`~dsv4_npu.alloc.rollback.RollbackRules`).
     """
 
-    def __init__(self, alloc: KVAllocator, *, capture: Capture | None = None, name: str = "prefix cache") -> None:
+    def __init__(
+        self, alloc: KVAllocator, *, capture: Capture | None = None, name: str = "prefix cache", lookahead: int = 0
+    ) -> None:
         super().__init__(alloc, name)
         self._capture = capture
+        self.lookahead = lookahead
 
     # -- looking up ----------------------------------------------------------------------------------------------
 
     def match(self, tokens: npt.NDArray[np.int32]) -> Match:
-        """The longest usable prefix of ``tokens`` (int32). Nothing is held by it: lock before anything else happens."""
+        """The longest usable prefix of ``tokens`` (int32), which end with the look-ahead.
+
+        Nothing is held by it: lock before anything else happens.
+        """
         node = self.root
-        for start in range(0, len(tokens) - self.granule + 1, self.granule):
+        for start in range(0, len(tokens) - self.lookahead - self.granule + 1, self.granule):
             child = node.children.get(self._key(tokens, start))
             if child is None:
                 break
@@ -70,21 +78,23 @@ class PrefixCache(PrefixStore):
     def insert(self, tokens: npt.NDArray[np.int32], row: int, resident: Resident) -> int:
         """Take over the complete granules of a locked row's history, each exactly once; returns the shared length.
 
-        ``tokens`` are those of the row's committed positions. The row goes on reading what it gave away. Where the
-        cache has a granule already, the row shares the cached pages and its own ones are freed; a cached granule that
-        nobody reads and nobody could start from is replaced by the row's. SWA pages that no window needs any more
-        are freed. Call it after a commit and before the window eviction of the row.
+        ``tokens`` are those of the row's committed positions and of the look-ahead, as far as they are known. The row
+        goes on reading what it gave away. Where the cache has a granule already, the row shares the cached pages and
+        its own ones are freed; a cached granule that nobody reads and nobody could start from is replaced by the row's.
+        SWA pages that no window needs any more are freed. Call it after a commit and before the window eviction of the
+        row.
         """
         if row not in self._readers:
             raise OwnershipError(f"row {row} is not locked: lock it to a match (or to the root) first")
         committed = self.alloc.committed(row)
-        if len(tokens) > committed:
+        if len(tokens) > committed + self.lookahead:
             raise InputError(f"row {row}: {len(tokens)} tokens to insert, {committed} are committed")
         node = start = self._readers[row]
-        if start.end + self.granule > len(tokens) or not (self._by_page or self._capture):
+        last = len(tokens) - self.lookahead
+        if start.end + self.granule > last or not (self._by_page or self._capture):
             return start.end
         shared: Node | None = None
-        for end in range(start.end + self.granule, len(tokens) + 1, self.granule):
+        for end in range(start.end + self.granule, last + 1, self.granule):
             key = self._key(tokens, end - self.granule)
             child = node.children.get(key)
             if child is None:
@@ -111,7 +121,7 @@ class PrefixCache(PrefixStore):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _key(self, tokens: npt.NDArray[np.int32], start: int) -> bytes:
-        return tokens[start : start + self.granule].tobytes()
+        return tokens[start : start + self.granule + self.lookahead].tobytes()
 
     def _own_window_resident(self, row: int, end: int) -> bool:
         column = end // self.spec.page_size

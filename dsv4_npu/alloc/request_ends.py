@@ -76,7 +76,9 @@ class RequestEnds(RequestRows):
             session.stop_ids = frozenset(stop_ids)
         if session.state is State.QUEUED:
             return self._reenter(session)
-        position = self._back_to(session, min(self.alloc.committed(session.row), kept, len(session) - 1))
+        # Rows whose look-ahead reaches a token that was replaced are not history any more.
+        valid = max(0, kept - self.rules.lookahead)
+        position = self._back_to(session, min(self.alloc.committed(session.row), valid, len(session) - 1))
         self._continue_at(session, position)
         return position
 

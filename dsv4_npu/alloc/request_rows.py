@@ -45,6 +45,8 @@ class RequestRows:
             raise InputError(f"reserve = {self.reserve}: at least 2 · verify_width = {2 * self.width} is needed")
         if rules.page != spec.page_size or rules.c4.bank != spec.c4_state_owner:
             raise InputError("rules: page and C4 state owner must be those of the allocator")
+        if cache is not None and cache.lookahead != rules.lookahead:
+            raise InputError(f"cache: lookahead = {cache.lookahead}; {rules.lookahead}, that of the rules, is needed")
         self.alloc, self.cache, self.rules, self.on_clear = alloc, cache, rules, on_clear
         self.requests: dict[Hashable, Request] = {}
         self._steps: dict[int, Step] = {}
@@ -120,7 +122,7 @@ class RequestRows:
         request.log = self.rules.log()
         request.cached, request.restore, request.discarded = 0, None, 0
         if self.cache is not None:
-            match = self.cache.match(request.tokens[:-1])
+            match = self.cache.match(request.tokens[: len(request) - 1 + self.rules.lookahead])
             self.cache.lock(request.row, match.node)
             if match.length:
                 self.alloc.attach_prefix(request.row, match.full_pages, match.c128_pages, match.length)
@@ -138,8 +140,8 @@ class RequestRows:
             plan.commit(slots=False)
 
     def _history(self, request: Request) -> I32:
-        """Tokens whose KV is valid history: never the overshoot of a stopped run."""
-        return request.tokens[: self.alloc.committed(request.row)]
+        """Tokens whose KV is valid history, and those that it looks ahead to: never the overshoot of a stopped run."""
+        return request.tokens[: self.alloc.committed(request.row) + self.rules.lookahead]
 
     def _insert(self, request: Request) -> None:
         """Let the cache take the complete granules of the history."""

@@ -199,6 +199,8 @@ class RollbackRules:
     ``saves_page_tails``: the compressor also saves the last rows of each SWA page that a long batch passes, so that
     every page boundary can be continued from, not only those near the end of a batch. The plain save rule does not.
     ``compressed`` is False for a pool without compressor (another model): any position can be continued from there.
+    ``lookahead``: tokens behind a position that its rows depend on: 1 with an MTP stage, whose row at position i is
+    made from token i + 1, else 0. A prefix is shared, and a history continued, only where these tokens are the same.
     """
 
     page: int
@@ -206,6 +208,7 @@ class RollbackRules:
     c128: RingRule
     saves_page_tails: bool = False
     compressed: bool = True
+    lookahead: int = 0
 
     def __post_init__(self) -> None:
         if self.c4.ratio != addressing.C4_RATIO or self.c128.ratio != addressing.C128_RATIO:
@@ -214,7 +217,9 @@ class RollbackRules:
             raise ConfigError("the C128 ring belongs to the request on every platform")
 
     @classmethod
-    def of(cls, spec: AllocSpec, speculative: bool, *, saves_page_tails: bool = False) -> RollbackRules:
+    def of(
+        cls, spec: AllocSpec, speculative: bool, *, saves_page_tails: bool = False, lookahead: int = 0
+    ) -> RollbackRules:
         """The rules of an allocator's sizes; refuses a verify width above the write pad."""
         c4 = RingRule(addressing.C4_RATIO, addressing.ring_size(addressing.C4_RATIO, speculative), spec.c4_state_owner)
         c128 = RingRule(addressing.C128_RATIO, addressing.ring_size(addressing.C128_RATIO, speculative), "request")
@@ -224,7 +229,7 @@ class RollbackRules:
                     f"verify_width = {spec.verify_width}: at most {max(1, rule.pad)} is allowed by the ring of "
                     f"{rule.ring} rows of ratio {rule.ratio}"
                 )
-        return cls(spec.page_size, c4, c128, saves_page_tails)
+        return cls(spec.page_size, c4, c128, saves_page_tails, lookahead=lookahead)
 
     def log(self) -> RingLog:
         """The log of a new request: nothing has been saved."""

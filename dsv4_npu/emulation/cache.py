@@ -35,7 +35,8 @@ class _Branch:
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def _layer_class() -> type:
+def pool_layer_class() -> type:
+    """The cache layer over pools; built on first use, because its base is Hugging Face's."""
     mixin = transformers_module().cache_utils.CacheLayerMixin
 
     class PoolLayer(mixin):  # type: ignore[misc, valid-type]
@@ -67,8 +68,9 @@ def _layer_class() -> type:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             """Write the new K=V rows ``[B, 1, q, D]`` and return the window's rows ``[B, 1, window − 1 + q, D]``."""
             batch, slab = self.owner.batch, self.owner.pools.swa
-            slab.write(self.layer, batch.swa_new.flatten(), key_states.flatten(0, 2))
-            rows = slab.read(self.layer, batch.swa_window.flatten(), key_states.dtype)
+            with self.owner.casts.suspended():
+                slab.write(self.layer, batch.swa_new.flatten(), key_states.flatten(0, 2))
+                rows = slab.read(self.layer, batch.swa_window.flatten(), key_states.dtype)
             rows = _zero_unread(rows.view(*batch.swa_window.shape, rows.shape[-1]), batch.swa_window >= 0)[:, None]
             return rows, rows
 
@@ -87,10 +89,11 @@ def _layer_class() -> type:
             branch.pending = None
             plan, entries = batch.rings[branch.ratio], batch.entries[branch.ratio]
             state = branch.state.data[branch.index]
-            made = compress_batch(state, kv, gate, plan, branch.weights, batch.start_positions)
-            if plan.windows:
-                branch.slab.write(branch.index, entries.new_slots.flatten(), made.flatten(0, 1).to(kv.dtype))
-            rows = branch.slab.read(branch.index, entries.read_slots.flatten(), kv.dtype)
+            with self.owner.casts.suspended():
+                made = compress_batch(state, kv, gate, plan, branch.weights, batch.start_positions)
+                if plan.windows:
+                    branch.slab.write(branch.index, entries.new_slots.flatten(), made.flatten(0, 1).to(kv.dtype))
+                rows = branch.slab.read(branch.index, entries.read_slots.flatten(), kv.dtype)
             return _zero_unread(rows.view(*entries.read_slots.shape, rows.shape[-1]), entries.valid)
 
     return PoolLayer
@@ -101,7 +104,7 @@ def _zero_unread(rows: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return torch.where(valid[..., None], rows, 0.0)
 
 
-def _held_pools(pools: DSV4Pools) -> DSV4Pools:
+def held_pools(pools: DSV4Pools) -> DSV4Pools:
     """The same pools over the CPU memory behind their slabs."""
     twin = copy.copy(pools)
     for name, slab in vars(pools).items():
@@ -115,12 +118,18 @@ def _held_pools(pools: DSV4Pools) -> DSV4Pools:
 
 
 class PooledModel:
-    """A Hugging Face DeepSeek-V4 model whose whole key-value memory is ``pools``."""
+    """A Hugging Face DeepSeek-V4 model whose whole key-value memory is ``pools``.
+
+    Attributes:
+        hidden: what the head of the last forward was given, ``[B, q, hidden size]`` on the device of its tokens: the
+            target hidden states that draft stages are fed with.
+    """
 
     def __init__(self, model: Any, pools: DSV4Pools) -> None:
-        self.model, self.pools = model, _held_pools(pools)
+        self.model, self.pools, self.casts = model, held_pools(pools), KeepFloat64()
+        self.hidden: torch.Tensor | None = None
         self._batch: BatchPlan | None = None
-        layer_class = _layer_class()
+        layer_class = pool_layer_class()
         layers = [
             layer_class(self, i, self._branches(i, block.self_attn.compressor))
             for i, block in enumerate(model.model.layers)
@@ -155,7 +164,7 @@ class PooledModel:
         """
         self._batch = held(batch)
         try:
-            with KeepFloat64(), self._masked_single_rows(), self._first_layers(layers):
+            with self.casts, self._masked_single_rows(), self._first_layers(layers), self._heard_head(tokens.device):
                 out = self.model(
                     input_ids=held(tokens),
                     position_ids=self.batch.positions,
@@ -165,6 +174,17 @@ class PooledModel:
         finally:
             self._batch = None
         return on_device(out.logits, tokens.device)
+
+    @contextmanager
+    def _heard_head(self, device: torch.device) -> Iterator[None]:
+        def hear(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            self.hidden = on_device(args[0], device)
+
+        hook = self.model.lm_head.register_forward_pre_hook(hear)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @contextmanager
     def _first_layers(self, count: int | None) -> Iterator[None]:
