@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4_npu.errors import UnavailableError
+from dsv4_npu.sglang.sampling_module import is_stand_in
 
 #: The value of SGLang's ``_is_npu`` flags. They are constants of import time, so each is set in its module.
 YES = True
+_KERNELS = "sgl_kernel_npu.mem_cache.allocator"
 
 
 def let_deepseek_v4_pass(original: Callable[..., None], platform: Any, *, subsystem: str) -> None:
@@ -32,6 +34,7 @@ def add_missing_modules() -> list[str]:
     """Put what SGLang's NPU modules import and this machine lacks into ``sys.modules``; the names that were added.
 
     ``torch_npu`` gets the one operator that the allocators call; any other attribute raises when it is called.
+    ``sgl_kernel_npu`` gets the page kernel that SGLang's NPU allocator asks for, as SGLang's own torch version of it.
     """
     added = []
     if not _found("torch_npu"):
@@ -39,6 +42,12 @@ def add_missing_modules() -> list[str]:
         module.npu_scatter_nd_update_ = _scatter_rows  # type: ignore[attr-defined]
         module.__getattr__ = _absent  # type: ignore[method-assign]
         added.append("torch_npu")
+    if not _found(_KERNELS.partition(".")[0]) or is_stand_in(sys.modules.get("sgl_kernel_npu")):
+        for name in ("sgl_kernel_npu", "sgl_kernel_npu.mem_cache", _KERNELS):
+            if name not in sys.modules:
+                _empty(name).__path__ = []
+                added.append(name)
+        sys.modules[_KERNELS].alloc_extend_kernel = _PageKernel()  # type: ignore[attr-defined]
     return added
 
 
@@ -59,6 +68,20 @@ def _scatter_rows(target: Any, rows: Any, values: Any) -> Any:
     """``torch_npu.npu_scatter_nd_update_``: write ``values`` at ``rows`` [n, 1] of ``target``."""
     target[rows.squeeze(-1).long()] = values
     return target
+
+
+class _PageKernel:
+    """``alloc_extend_kernel[grid](...)`` without a grid."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(
+            prefix: Any, lengths: Any, last: Any, pages: Any, out: Any, requests: int, page_size: int, longest: int
+        ) -> None:
+            from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
+
+            alloc_extend_naive(prefix, lengths, last, pages, out, page_size, out.device)
+
+        return launch
 
 
 def _absent(name: str) -> Callable[..., Any]:

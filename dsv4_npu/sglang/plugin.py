@@ -31,7 +31,7 @@ def register_hooks() -> None:
 
         add_missing_modules()
     version = versions.installed()
-    for target in targets(platform):
+    for target in targets(platform, version):
         name = target.at(version)
         if name in ORIGINALS:
             continue

@@ -30,6 +30,8 @@ FUNCTIONS = (
 #: The modules from which SGLang's others import them.
 SOURCES = ("sglang.kernels.ops.speculative.verify_sampling", "sglang.kernels.ops.sampling.renorm")
 
+_STAND_IN = "dsv4_npu's functions in the place of an absent sgl_kernel_npu."
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,6 +42,11 @@ def is_absent() -> bool:
     library = PathFinder.find_spec(LIBRARY) if LIBRARY not in sys.modules else sys.modules[LIBRARY].__spec__
     places = getattr(library, "submodule_search_locations", None)
     return places is None or PathFinder.find_spec(SAMPLE, list(places)) is None
+
+
+def is_stand_in(module: types.ModuleType | None) -> bool:
+    """Whether the module was put there by :func:`inject`."""
+    return module is not None and module.__doc__ == _STAND_IN
 
 
 def inject() -> bool:
@@ -108,7 +115,7 @@ def _holders(name: str) -> list[tuple[types.ModuleType, Callable[..., Any] | Non
 
 
 def _module(name: str, package: bool) -> types.ModuleType:
-    module = types.ModuleType(name, "dsv4_npu's functions in the place of an absent sgl_kernel_npu.")
+    module = types.ModuleType(name, _STAND_IN)
     module.__spec__ = ModuleSpec(name, None, is_package=package)
     if package:
         module.__path__ = []

@@ -25,7 +25,10 @@ _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
 @dataclass(frozen=True)
 class Target:
-    """One replacement. ``moved`` names where older SGLang releases keep the target."""
+    """One replacement.
+
+    ``moved`` names, by release, where an older SGLang keeps the target; ``absent`` the releases that do without it.
+    """
 
     purpose: str
     theirs: str
@@ -33,6 +36,7 @@ class Target:
     kind: str
     platforms: tuple[str, ...] = BOTH
     moved: dict[str, str] = field(default_factory=dict, hash=False)
+    absent: tuple[str, ...] = ()
 
     def at(self, version: str | None) -> str:
         """SGLang's name of the target in release ``version``."""
@@ -77,6 +81,10 @@ NPU_FLAGS = (
 TARGETS: tuple[Target, ...] = (*ADAPTERS, *EMULATION, *NPU_FLAGS)
 
 
-def targets(platform: str) -> tuple[Target, ...]:
-    """The targets of one platform of ours, :data:`NPU` or :data:`EMULATED`."""
-    return tuple(target for target in TARGETS if platform in target.platforms)
+def targets(platform: str | None, version: str | None) -> tuple[Target, ...]:
+    """The targets of a platform of ours (None: of either) in SGLang's release ``version``."""
+    return tuple(
+        target
+        for target in TARGETS
+        if (platform is None or platform in target.platforms) and version not in target.absent
+    )

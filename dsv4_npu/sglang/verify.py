@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dsv4_npu.errors import UnavailableError
 from dsv4_npu.sglang import activation, names, versions
-from dsv4_npu.sglang.targets import TARGETS, Target, targets
+from dsv4_npu.sglang.targets import Target, targets
 
 OURS, THEIRS, WRONG, MISSING = "ours", "theirs", "wrong", "missing"
 
@@ -36,9 +36,9 @@ def targets_report() -> list[TargetState]:
     """
     platform = activation.active()
     version = versions.installed()
-    wanted = TARGETS if platform is None else targets(platform)
+    wanted = targets(platform, version)
     found = [_state(target, target.at(version)) for target in wanted]
-    left = _left_behind([name for state in found if state.state == OURS for name in [state.target.at(version)]])
+    left = _left_behind([state.target.at(version) for state in found if state.state == OURS])
     return [
         TargetState(state.target, WRONG, f"SGLang's own is still held by {', '.join(places)}")
         if (places := left.get(state.target.at(version)))
@@ -61,12 +61,13 @@ def verify_applied() -> None:
             f"set SGLANG_PLATFORM={activation.NPU} before SGLang is imported"
         )
     versions.check()
-    wrong = [state for state in targets_report() if state.state != OURS]
+    report = targets_report()
+    wrong = [state for state in report if state.state != OURS]
     if wrong:
         lines = [f"  {state.target.purpose} ({state.target.theirs}): {state.detail}" for state in wrong]
         raise UnavailableError(
             f"dsv4_npu is not fully applied to SGLang {versions.installed()} in this process; refusing to serve with "
-            f"a mixture. {len(wrong)} of {len(targets(platform))} replacements are not in force:\n"
+            f"a mixture. {len(wrong)} of {len(report)} replacements are not in force:\n"
             + "\n".join(lines)
             + f"\n{_advice()}"
         )

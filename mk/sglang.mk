@@ -1,0 +1,23 @@
+# make sglang-test   the drop-in inside SGLang 0.5.23 on a CPU: selection, traps, adapters, its real engine
+#
+# Uses the environment of bench-alloc (bench.mk; about 2.2 GB, 2 to 4 minutes) and adds what tests need.
+
+SGLANG_PY := $(SGLANG_VENV)/bin/python
+SGLANG_TEST_ARGS ?=
+
+$(SGLANG_VENV)/.tests: $(SGLANG_VENV)/.ready packaging/torchvision_on_cpu.py mk/sglang.mk
+	$(SGLANG_PY) -m pip install -q --no-deps xgrammar==0.2.7
+	$(SGLANG_PY) -m pip install -q 'rich>=13' 'pytest>=8' 'hypothesis>=6.100' datasets
+	@site=$$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  cp packaging/torchvision_on_cpu.py $$site/_torchvision_on_cpu.py && \
+	  echo 'import _torchvision_on_cpu' > $$site/_torchvision_on_cpu.pth
+	touch $@
+
+$(SGLANG_VENV)/.package: $(SGLANG_VENV)/.tests $(NATIVE) pyproject.toml packaging/emulated/pyproject.toml
+	PATH="$(abspath $(SGLANG_VENV))/bin:$$PATH" $(SGLANG_PY) -m pip install -q --no-deps --no-build-isolation -e .
+	$(SGLANG_PY) -m pip install -q --no-deps --no-build-isolation ./packaging/emulated
+	touch $@
+
+.PHONY: sglang-test
+sglang-test: $(SGLANG_VENV)/.package
+	$(SGLANG_PY) -W ignore -m pytest tests/sglang $(SGLANG_TEST_ARGS)
