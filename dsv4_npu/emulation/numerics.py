@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ class KeepFloat64(TorchFunctionMode):
     row cannot hide in rounding.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._suspended = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Casts are what they say: for the pools, whose rows and states may be float32 and less."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -24,6 +38,8 @@ class KeepFloat64(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if self._suspended:
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             return args[0].double()
         if kwargs and kwargs.get("dtype") is torch.float32:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from dsv4_npu import addressing, ops
 from dsv4_npu.alloc import Cleanup, KVAllocator
 from dsv4_npu.alloc.request import Request
+from dsv4_npu.movement import clear_freed_banks
 from dsv4_npu.pools import DSV4Pools, StateSlab
 
 
@@ -43,11 +43,7 @@ class StateKeeper:
 
     def before_forward(self, requests: Sequence[Request]) -> None:
         """Empty C4 banks of SWA pages that changed hands, and restore captured C4 rows of freshly admitted requests."""
-        pages = self.alloc.drain_freed_swa()
-        if len(pages) and self.pools.c4_state_by_page:
-            banks = torch.from_numpy(np.unique(pages).astype(np.int64)).to(self.pools.device, non_blocking=True)
-            for state in self._c4:
-                ops.clear_request_states_(state.data, banks, state.ring)
+        clear_freed_banks(self.pools, self.alloc)
         for request in requests:
             if isinstance(request.restore, CapturedRows):
                 self._restore(request.row, request.restore)

@@ -103,7 +103,7 @@ def clear_freed_banks(pools: DSV4Pools, alloc: KVAllocator) -> None:
     pages = alloc.drain_freed_swa()
     if not len(pages) or not pools.c4_state_by_page:
         return
-    banks = torch.from_numpy(np.unique(pages).astype(np.int64)).to(pools.device)
+    banks = torch.from_numpy(np.unique(pages).astype(np.int64)).to(pools.device, non_blocking=True)
     for state in (pools.c4_state, pools.index_state):
         if state.layers:
             ops.clear_request_states_(state.data, banks, state.ring)
