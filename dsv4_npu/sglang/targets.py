@@ -43,7 +43,47 @@ class Target:
         return self.moved.get(version or "", self.theirs)
 
 
-ADAPTERS: tuple[Target, ...] = ()
+_HOOKS = (
+    "maybe_write_dsv4_extend",
+    "maybe_write_dsv4_decode",
+    "maybe_build_dsv4_verify_bundle",
+    "dsv4_state_payloads",
+    "dsv4_prealloc_kwargs",
+    "dsv4_unwrap_prealloc",
+)
+
+#: The memory: pools, ownership and tables.
+MEMORY = (
+    Target("KV pool", f"{_DSV4}.dsv4_memory_pool:DSV4NPUTokenToKVPool", "dsv4_npu.sglang.kv_pool:KVPool", "class"),
+    Target(
+        "allocator",
+        f"{_DSV4}.dsv4_allocator:DSV4NPUTokenToKVPoolAllocator",
+        "dsv4_npu.sglang.allocator:KVAllocator",
+        "class",
+    ),
+    Target(
+        "request pool",
+        f"{_DSV4}.dsv4_req_to_token_pool:DSV4NPUReqToTokenPool",
+        "dsv4_npu.sglang.req_pool:RequestPool",
+        "class",
+    ),
+    Target(
+        "request pool of a decode server",
+        f"{_DSV4}.dsv4_req_to_token_pool:DSV4NPUDecodeReqToTokenPool",
+        "dsv4_npu.sglang.req_pool:DecodeRequestPool",
+        "class",
+    ),
+    Target(
+        "C128 pages in the prefix tree",
+        f"{_DSV4}.c128_sidecar_component:C128SidecarComponent",
+        "dsv4_npu.sglang.c128_component:C128Component",
+        "class",
+    ),
+    *(
+        Target(name, f"{_DSV4}.dsv4_common_hooks:{name}", f"dsv4_npu.sglang.table_writes:{name}", "function")
+        for name in _HOOKS
+    ),
+)
 
 #: What SGLang decides by the presence of an NPU, set where there is none.
 EMULATION = (
@@ -78,7 +118,7 @@ NPU_FLAGS = (
     Target("pools as on an NPU", f"{_CONFIGURATOR}:_is_npu", "dsv4_npu.sglang.emulated:YES", "check", (NPU,)),
 )
 
-TARGETS: tuple[Target, ...] = (*ADAPTERS, *EMULATION, *NPU_FLAGS)
+TARGETS: tuple[Target, ...] = (*MEMORY, *EMULATION, *NPU_FLAGS)
 
 
 def targets(platform: str | None, version: str | None) -> tuple[Target, ...]:

@@ -51,7 +51,7 @@ def test_the_override_accepts_exactly_one_release(environment: Path) -> None:
 )
 def test_a_broken_override_is_refused_and_named(environment: Path, text: str) -> None:
     versions.override_file().write_text(text)
-    with pytest.raises(ConfigError, match="dsv4_npu_sglang.json"):
+    with pytest.raises(ConfigError, match=r"dsv4_npu_sglang\.json"):
         versions.check("0.5.24")
 
 
