@@ -17,6 +17,7 @@ from dsv4_npu.config import CacheConfig
 from dsv4_npu.emulation.drafters import Drafter
 from dsv4_npu.emulation.flights import FlightLoop
 from dsv4_npu.emulation.requests import EngineOptions, RequestRun, RoundRecord
+from dsv4_npu.emulation.stages import OwnDrafter
 from dsv4_npu.emulation.stream import EVENTS
 from dsv4_npu.errors import CapacityError, InputError
 
@@ -45,7 +46,7 @@ class Engine(FlightLoop):
         model: Any,
         config: CacheConfig,
         sizes: PoolSizes,
-        drafter: Drafter | None = None,
+        drafter: Drafter | OwnDrafter | None = None,
         options: EngineOptions = DEFAULT_OPTIONS,
         on_round: Callable[[Engine], None] | None = None,
     ) -> None:

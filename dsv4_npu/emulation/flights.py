@@ -23,11 +23,17 @@ from dsv4_npu.emulation.drafters import Drafter
 from dsv4_npu.emulation.forward import Bounds, Tables
 from dsv4_npu.emulation.requests import EngineOptions, RequestRun, RoundRecord
 from dsv4_npu.emulation.rounds import DeviceRounds, Launched
+from dsv4_npu.emulation.stages import OwnDrafter, StageRounds
 from dsv4_npu.emulation.states import StateKeeper
 from dsv4_npu.emulation.stream import Events
 from dsv4_npu.errors import AuditError, InputError
 from dsv4_npu.pools import DSV4Pools
 from dsv4_npu.spec import VerifyResult, accepted_rows, accepted_tokens, plan_commit
+
+
+def state_dtype(config: CacheConfig) -> torch.dtype:
+    """Exact rows come with exact states; states beside rows of any other format are what a device holds."""
+    return torch.float64 if config.kv_row == "fp64" else torch.float32
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class FlightLoop:
         model: Any,
         config: CacheConfig,
         sizes: PoolSizes,
-        drafter: Drafter | None,
+        drafter: Drafter | OwnDrafter | None,
         options: EngineOptions,
         on_round: Callable[[Any], None] | None,
     ) -> None:
@@ -70,18 +76,26 @@ class FlightLoop:
             raise InputError(f"device = {options.device!r}; 'cpu' or {emulated.NAME!r} is needed")
         if options.device == emulated.NAME:
             emulated.activate()
-        self.config, self.options, self.drafter, self.on_round = config, options, drafter, on_round
-        self.pools = DSV4Pools(config, sizes, device=options.device, state_dtype=torch.float64)
+        self.config, self.options, self.on_round = config, options, on_round
+        own = drafter if isinstance(drafter, OwnDrafter) else None
+        self.drafter: Drafter | None = None if isinstance(drafter, OwnDrafter) else drafter
+        lookahead = own.lookahead if own else 0
+        self.pools = DSV4Pools(
+            config, sizes, device=options.device, state_dtype=state_dtype(config), draft_stages=own is not None
+        )
         self.alloc = KVAllocator(AllocSpec.of(config, sizes), device=options.device)
         self.states = StateKeeper(self.pools, self.alloc)
-        cache = PrefixCache(self.alloc, capture=self.states.capture) if options.prefix_cache else None
-        rules = RollbackRules.of(self.alloc.spec, speculative=config.speculation.speculative)
+        capture = self.states.capture
+        cache = PrefixCache(self.alloc, capture=capture, lookahead=lookahead) if options.prefix_cache else None
+        rules = RollbackRules.of(self.alloc.spec, speculative=config.speculation.speculative, lookahead=lookahead)
         self.life = Lifecycle(
             self.alloc, cache, rules=rules, reserve=config.reserve, on_clear=self.states.clear_released
         )
         mirrors = self.alloc.mirrors
         tables = Tables(mirrors.block_table, mirrors.full_to_swa, mirrors.c128_table)
         self.device = DeviceRounds(self.pools, tables, PooledModel(model, self.pools), self.states, options.seed)
+        if own is not None:
+            self.device.stages = StageRounds(own, self.pools, tables)
         self.flights: deque[Flight] = deque()
         self.running: list[RequestRun] = []
         self.finished: list[RequestRun] = []
@@ -108,7 +122,9 @@ class FlightLoop:
         self._before_launch(step)
         starts, ends = step.starts.tolist(), step.ends.tolist()
         chunks = [run.request.tokens[s:e] for run, s, e in zip(runs, starts, ends, strict=True)]
-        launched = self.device.prefill(step.rows.tolist(), starts, chunks, self.options)
+        known = [run.request.tokens[e : e + 1].tolist() for run, e in zip(runs, ends, strict=True)]
+        following = [one[0] if one else -1 for one in known]
+        launched = self.device.prefill(step.rows.tolist(), starts, chunks, following, self.options)
         self.flights.append(Flight(step, runs, launched))
 
     def _launch_verify(self, step: Step, runs: list[RequestRun]) -> None:

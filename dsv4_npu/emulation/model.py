@@ -67,7 +67,7 @@ def build_model(spec: ModelSpec, seed: int = 0) -> Any:
     try:
         torch.manual_seed(seed)
         model = transformers.DeepseekV4ForCausalLM(config).to(torch.float64).eval()
-        _randomise(model, torch.Generator().manual_seed(seed))
+        randomise(model, torch.Generator().manual_seed(seed))
     finally:
         torch.set_rng_state(previous)
     for parameter in model.parameters():
@@ -76,7 +76,8 @@ def build_model(spec: ModelSpec, seed: int = 0) -> Any:
 
 
 @torch.no_grad()
-def _randomise(model: Any, gen: torch.Generator) -> None:
+def randomise(model: Any, gen: torch.Generator) -> None:
+    """Fill every parameter and route table of a model (with its ``config``) from a generator."""
     for name, value in model.named_parameters():
         noise = torch.randn(value.shape, generator=gen, dtype=torch.float64)
         if name.endswith(("norm.weight", "layernorm.weight")):

@@ -27,6 +27,7 @@ from dsv4_npu.emulation.forward import (
     plan_batch_on_device,
 )
 from dsv4_npu.emulation.requests import EngineOptions
+from dsv4_npu.emulation.stages import StageRounds
 from dsv4_npu.emulation.states import StateKeeper
 from dsv4_npu.emulation.transfer import HostCopy
 from dsv4_npu.pools import DSV4Pools
@@ -74,6 +75,7 @@ class DeviceRounds:
     Attributes:
         lengths, roots: int64 ``[request rows + 1]``; committed length and root token of each request row as the
             device knows them.
+        stages: the draft stages, where they have memory of their own.
     """
 
     def __init__(self, pools: DSV4Pools, tables: Tables, pooled: PooledModel, states: StateKeeper, seed: int) -> None:
@@ -82,6 +84,7 @@ class DeviceRounds:
         self.width = pools.config.verify_width
         self.lengths = torch.zeros(tables.block_table.shape[0], dtype=torch.int64, device=self.device)
         self.roots = torch.zeros_like(self.lengths)
+        self.stages: StageRounds | None = None
         self._coins = torch.Generator().manual_seed(seed)
         self._rows: tuple[list[int], torch.Tensor] = ([], self.lengths[:0])
 
@@ -90,23 +93,32 @@ class DeviceRounds:
         rows: list[int],
         starts: Sequence[int],
         chunks: Sequence[npt.NDArray[np.int32]],
+        following: Sequence[int],
         options: EngineOptions,
     ) -> Launched:
-        """One chunk of tokens per request from position ``start`` on."""
+        """One chunk of tokens per request from position ``start`` on.
+
+        ``following``: the known token behind each chunk, -1 where this forward makes it.
+        """
         lengths = [len(chunk) for chunk in chunks]
-        packed = np.zeros((3 + max(lengths), len(rows)), np.int64)
-        packed[0], packed[1], packed[2] = rows, starts, lengths
+        packed = np.zeros((4 + max(lengths), len(rows)), np.int64)
+        packed[0], packed[1], packed[2], packed[3] = rows, starts, lengths, following
         for b, chunk in enumerate(chunks):
-            packed[3 : 3 + len(chunk), b] = chunk
+            packed[4 : 4 + len(chunk), b] = chunk
         sent = self._send(packed)
         row, start, length = sent[0], sent[1], sent[2]
         bounds = Bounds(starts, starts, lengths)
         plan = self._plan(Batch(row, start, length, rows, bounds, exact=self.device.type == "cpu"))
-        logits = self.pooled.forward(sent[3:].t(), plan)
+        prompt = sent[4:].t()
+        logits = self.pooled.forward(prompt, plan)
         last = logits[torch.arange(len(rows), device=self.device), length - 1]
         tokens = self._first_tokens(last, options)
         self.lengths.index_put_((row,), start + length)
         self.roots.index_put_((row,), tokens.clamp_min(0))
+        if self.stages is not None:
+            assert self.pooled.hidden is not None
+            behind = torch.where(sent[3] < 0, tokens.clamp_min(0), sent[3])
+            self.stages.prefilled(row, length, prompt, behind, self.pooled.hidden, plan)
         return Launched(HostCopy([tokens]), held(last))
 
     def verify(
@@ -133,6 +145,10 @@ class DeviceRounds:
         bonus = torch.empty_like(root)
         ops.fill_bonus_tokens_(bonus, result.predict, result.accept_index, result.accept_lens)
         self.lengths.index_put_((row,), start + result.accept_lens)
+        if self.stages is not None:
+            assert self.pooled.hidden is not None
+            accepted, predict = result.accept_lens, result.predict
+            self.stages.committed(row, start, accepted, candidates, predict, self.pooled.hidden, bounds)
         # A row without a positive probability has bonus -1: the host raises when it learns of it.
         self.roots.index_put_((row,), bonus.clamp_min(0))
         window = start[:, None] + torch.arange(width, device=self.device)
@@ -167,6 +183,8 @@ class DeviceRounds:
         drafter: Drafter | None,
         histories: Sequence[Sequence[int]],
     ) -> Drafts:
+        if self.stages is not None and self.width > 1:
+            return self.stages.propose(batch.rows, batch.starts, roots, batch.bounds, self.width - 1)
         if self.width == 1 or drafter is None:
             return Drafts(roots.new_empty((len(roots), 0)))
         layers = options.early_exit_layers or max(self.pools.config.model.num_layers - 1, 1)
