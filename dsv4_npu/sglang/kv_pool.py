@@ -47,7 +47,8 @@ class SlabKVPool(NPUDeepSeekV4SingleKVPool):  # type: ignore[misc]
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Rows of a layer as they are stored."""
-        return self.kv_buffer[layer_id - self.start_layer]
+        found: torch.Tensor = self.kv_buffer[layer_id - self.start_layer]
+        return found
 
 
 class SlabStatePool(NPUCompressStatePool):  # type: ignore[misc]
