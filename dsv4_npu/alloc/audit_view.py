@@ -72,9 +72,11 @@ class AuditView:
 
     def kind_of(self, family: int) -> str:
         """Answer to: KV page or compressor state?"""
+        if self.state.spec.full_only:
+            return "tables" if family == ROW else "KV page"
         by_page = self.state.spec.c4_state_owner == "swa_page"
         return {
-            FULL: "KV page" + ("" if self.state.spec.full_only else " (the C4 and indexer pages of the same id)"),
+            FULL: "KV page (the C4 and indexer pages of the same id)",
             SWA: "KV page, and the C4 compressor state in its bank" if by_page else "KV page",
             C128: "KV page (C128 entries; their ring rows are the request's)",
             ROW: "compressor state (C128 ring) and tables"

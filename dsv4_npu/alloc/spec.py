@@ -100,7 +100,17 @@ class AllocSpec:
         cls, *, page_size: int, full_pages: int, request_rows: int, row_width: int, verify_width: int = 1
     ) -> AllocSpec:
         """The spec of a model with plain attention: FULL pages alone, whose slots hold its keys and values."""
-        return cls(page_size, 1, full_pages, 0, 0, request_rows, row_width, verify_width=verify_width)
+        return cls(
+            page_size,
+            1,
+            full_pages,
+            0,
+            0,
+            request_rows,
+            row_width,
+            verify_width=verify_width,
+            c4_state_owner="request",
+        )
 
     @property
     def full_only(self) -> bool:

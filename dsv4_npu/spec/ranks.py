@@ -1,0 +1,154 @@
+"""Agreement of tensor-parallel ranks: rank 0 decides what a verify accepted, for all.
+
+Every rank computes the same logits up to rounding, and draws with random numbers of its own. One token that two ranks
+accept differently parts their histories for good, so nobody consumes a result of its own: rank 0's ``predict``,
+``accept_index`` and ``accept_token_num`` travel together, in one broadcast, before anything reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from dsv4_npu.errors import AuditError, InputError
+from dsv4_npu.spec.verify import VerifyResult
+
+#: What travels, in this order: one of them less, and a rank mixes its own decision with that of rank 0.
+PARTS = ("predict", "accept_index", "accept_token_num")
+#: Numbers in front of the parts: round, requests, rows per request, width of accept_index.
+_HEADER = ("round", "requests", "verify width D", "accept_index width")
+
+
+def _part(result: VerifyResult, name: str) -> torch.Tensor:
+    return result.accept_lens - 1 if name == "accept_token_num" else getattr(result, name)
+
+
+class RankSync:
+    """One rank's end of the agreement. All ranks of ``group`` call :meth:`agree` or :meth:`idle` once per round.
+
+    The broadcast has the same size whatever the batch: ranks that disagree about the batch find it out from what they
+    receive instead of hanging. A rank without requests (idle) takes part with :meth:`idle`; an empty batch with
+    :meth:`agree`.
+
+    Args:
+        batch: the most requests of a round.
+        width: the largest D, rows per request.
+        depth: the largest W, width of ``accept_index``.
+        device: of the results; gloo serves "cpu", hccl an NPU, nccl a CUDA device.
+        group: the process group; None is the default one.
+
+    Attributes:
+        rounds: rounds so far.
+
+    Raises:
+        InputError: a size below 1.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        width: int,
+        depth: int,
+        *,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("batch", batch), ("width", width), ("depth", depth)):
+            if value < 1:
+                raise InputError(f"{name} = {value}: at least 1 is needed")
+        self.batch, self.width, self.depth = batch, width, depth
+        self.device, self.group = torch.device(device), group
+        self.rank = dist.get_rank(group)
+        self.rounds = 0
+        self._size = len(_HEADER) + batch * (1 + width + depth + 1)
+        self._overruled = torch.zeros((), dtype=torch.int64, device=self.device)
+        # Headers of rounds that nobody has looked at: own, received, and how many of their numbers count.
+        self._unchecked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def overruled(self) -> int:
+        """Rounds in which this rank would have accepted something else than rank 0; reads the device."""
+        return int(self._overruled)
+
+    def agree(self, result: VerifyResult, seq_lens: torch.Tensor) -> VerifyResult:
+        """Rank 0's result, on every rank.
+
+        Args:
+            result: what this rank would have accepted, for the same requests in the same order.
+            seq_lens: int64 ``[bs]``; committed lengths before the verify. All ranks must have the same.
+
+        Raises:
+            InputError: a batch, D or W above the sizes of this object, before anything is sent.
+            AuditError: this rank's round, batch, D, W or a length differs from rank 0's. On a device, where looking
+                would stop the host, :meth:`check` raises it.
+        """
+        batch, depth = result.accept_index.shape
+        width = result.predict.numel() // batch if batch else 0
+        for name, value, most in (("batch", batch, self.batch), ("D", width, self.width), ("W", depth, self.depth)):
+            if value > most:
+                raise InputError(f"{name} = {value}: at most {most} was agreed on")
+        self.rounds += 1
+        header = torch.tensor([self.rounds, batch, width, depth], dtype=torch.int32).to(self.device, non_blocking=True)
+        mine = torch.zeros(self._size, dtype=torch.int32, device=self.device)
+        own = torch.cat([header, seq_lens.to(torch.int32), *(_part(result, name).flatten() for name in PARTS)])
+        mine[: own.numel()] = own
+        theirs = self._broadcast(mine.clone())
+        head = len(_HEADER) + batch
+        self._unchecked.append((mine[:head], theirs[:head]))
+        if self.device.type == "cpu":
+            self.check()
+        agreed = self._unpack(result, theirs[head:])
+        self._overruled += self._differ(result, agreed)
+        return agreed
+
+    def idle(self) -> None:
+        """Take part in a round in which this rank has no requests; what rank 0 decided does not concern it."""
+        self.rounds += 1
+        header = torch.zeros(self._size, dtype=torch.int32, device=self.device)
+        header[0] = self.rounds
+        self._broadcast(header)
+
+    def check(self) -> None:
+        """Compare what this rank and rank 0 knew before each round since the last call; reads the device.
+
+        Raises:
+            AuditError: naming what differs and both values.
+        """
+        pairs, self._unchecked = self._unchecked, []
+        for mine, theirs in pairs:
+            own, seen = mine.tolist(), theirs.tolist()
+            for at, (here, there) in enumerate(zip(own, seen, strict=True)):
+                if here == there:
+                    continue
+                if at < len(_HEADER):
+                    what = _HEADER[at]
+                else:
+                    what = f"committed length of request {at - len(_HEADER)} of the batch"
+                raise AuditError(f"rank {self.rank}, round {own[0]}: {what} is {here}, rank 0 has {there}")
+
+    def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(buffer, group_src=0, group=self.group)
+        return buffer
+
+    def _unpack(self, result: VerifyResult, received: torch.Tensor) -> VerifyResult:
+        parts = {name: _part(result, name) for name in ("predict", "accept_index", "accept_token_num")}
+        at = 0
+        for name in PARTS:
+            size = parts[name].numel()
+            parts[name] = received[at : at + size].view(parts[name].shape)
+            at += size
+        return VerifyResult(parts["predict"], parts["accept_index"], parts["accept_token_num"] + 1)
+
+    @staticmethod
+    def _differ(mine: VerifyResult, agreed: VerifyResult) -> torch.Tensor:
+        """Whether the accepted rows or their tokens differ; rows behind a length mean nothing."""
+        if not mine.accept_lens.numel():
+            return torch.zeros((), dtype=torch.bool, device=mine.accept_lens.device)
+
+        def seen(result: VerifyResult) -> tuple[torch.Tensor, torch.Tensor]:
+            valid = torch.arange(result.accept_index.shape[1], device=result.accept_lens.device)
+            index = torch.where(valid < result.accept_lens[:, None], result.accept_index, -1)
+            tokens = result.predict[index.clamp_min(0).to(torch.int64)]
+            return index, torch.where(index >= 0, tokens, -1)
+
+        return torch.stack([(a != b).any() for a, b in zip(seen(mine), seen(agreed), strict=True)]).any()
