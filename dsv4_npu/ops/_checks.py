@@ -6,9 +6,8 @@ tensors whose values the host has (:func:`values_known`): a device is never read
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -119,45 +118,3 @@ def check_values(op: str, name: str, tensor: torch.Tensor, lowest: int, highest:
         fail(op, f"{name} holds {low}; allowed: {lowest} to {highest}")
     if high > highest:
         fail(op, f"{name} holds {high}; allowed: {lowest} to {highest}")
-
-
-MOST_REMEMBERED = 4096  # facts of calls per op; a serving loop has a few, at addresses that come again
-
-
-def _facts(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All that checks can learn about a call; None if that includes values (CPU tensors) or a tensor is not plain."""
-    facts: list[Any] = []
-    for arg in args:
-        kind = type(arg)
-        if kind is torch.Tensor:
-            device = arg.get_device()
-            if device < 0:
-                return None
-            facts += (arg.data_ptr(), arg.shape, arg.dtype, device, arg.is_contiguous())
-        elif arg is None or kind is int or kind is float:
-            facts.append(arg)
-        else:
-            return None
-    return tuple(facts)
-
-
-def remembered(check: Callable[..., None]) -> Callable[..., None]:
-    """``check``, skipped for a call of which it can see nothing that was not so in a call that passed.
-
-    For tensors on a device it looks at addresses, shapes, dtypes, devices and contiguity; comparing these with those of
-    earlier calls takes a third of the time.
-    """
-    passed: set[tuple[Any, ...]] = set()
-
-    @functools.wraps(check)
-    def once(*args: Any) -> None:
-        facts = _facts(args)
-        if facts is not None and facts in passed:
-            return
-        check(*args)
-        if facts is not None:
-            if len(passed) >= MOST_REMEMBERED:
-                passed.clear()
-            passed.add(facts)
-
-    return once

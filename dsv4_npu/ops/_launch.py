@@ -15,6 +15,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from dsv4_npu.errors import UnavailableError
+from dsv4_npu.ops._calls import Repeat, recording
 
 # Triton's own launch sorts out arguments anew each time, which costs more host time than the kernel takes. Calling the
 # compiled kernel with all arguments in order, constants included, is a form that Triton's tutorials show. Used where it
@@ -100,21 +101,53 @@ def specialization(
     return tuple(key), values
 
 
+def _hooked() -> bool:
+    """Whether a tool, such as Triton's profiler, wants to be told of each launch."""
+    hooks = triton.knobs.runtime
+    first, last = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(
+        (first is not None and getattr(first, "calls", True)) or (last is not None and getattr(last, "calls", True))
+    )
+
+
+def _repeat(compiled: Any, launch: Launch, index: int, stream: int, values: list[Any]) -> Repeat:
+    """The launch once more, with the same addresses, numbers and stream, where that is what a new call would make."""
+    run, function, metadata, programs = compiled.run, compiled.function, compiled.packed_metadata, launch.programs
+    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    capturing = torch._C._cuda_isCurrentStreamCapturing
+
+    def repeat() -> bool:
+        # A captured graph may be replayed on any stream: each call in it is given scratch memory of its own.
+        if current_device() != index or current_stream(index) != stream or capturing() or _hooked():
+            return False
+        for observe in observers:
+            observe(launch)
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *values)
+        return True
+
+    return repeat
+
+
 def _launch_on_cuda(
     kernel: Any, programs: int, device: torch.device, args: tuple[Any, ...], constants: dict[str, Any]
-) -> None:
+) -> Repeat | None:
+    """Launch on the current device; the launch as one that can be repeated, if that is asked for and possible."""
     if not _direct:
         kernel[(programs,)](*args, **constants)
-        return
+        return None
     key, values = specialization(kernel, device, args, constants)
     known = _compiled.get(key)
     if known is None:
         compiled = kernel[(programs,)](*args, **constants)
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        return
+        return None
     compiled, in_order = known
+    values += in_order
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    compiled[(programs, 1, 1)](*values, *in_order, stream=stream)
+    compiled[(programs, 1, 1)](*values, stream=stream)
+    if recording.launches is None or torch._C._cuda_isCurrentStreamCapturing():
+        return None
+    return _repeat(compiled, Launch(kernel.fn.__name__, programs), device.index, stream, values)
 
 
 def launch(kernel: Any, items: int, device: torch.device, *args: Any, **constants: Any) -> None:
@@ -129,10 +162,12 @@ def launch(kernel: Any, items: int, device: torch.device, *args: Any, **constant
         observe(Launch(kernel.fn.__name__, programs))
     if device.type == "cuda":
         if torch.cuda.current_device() == device.index:
-            _launch_on_cuda(kernel, programs, device, args, constants)
+            repeat = _launch_on_cuda(kernel, programs, device, args, constants)
         else:
             with torch.cuda.device(device):
-                _launch_on_cuda(kernel, programs, device, args, constants)
+                repeat = _launch_on_cuda(kernel, programs, device, args, constants)
+        if recording.launches is not None:
+            recording.launches.append(repeat)
         return
     if device.type == "cpu" and not isinstance(kernel, InterpretedFunction) and not _compiles_for_cpu_tensors():
         raise UnavailableError(

@@ -16,13 +16,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsv4_npu.errors import InputError, UnavailableError
+from dsv4_npu.ops._calls import Calls, facts_of, recorded, undisturbed
 
 NAMESPACE = "dsv4_npu"
 EXTENSION = Path(__file__).parent.parent / "_C.so"
@@ -52,6 +53,8 @@ class Op:
     name: str
     schema: str
     ref: Callable[..., Any]
+    repeats: bool = False
+    calls: Calls = field(default_factory=Calls, repr=False, compare=False)
 
     @property
     def qualified_name(self) -> str:
@@ -82,6 +85,31 @@ class Op:
         run: Callable[..., Any] = module.run
         return run
 
+    def checked(self, check: Callable[..., None], backend: str, *args: Any, also: tuple[Any, ...] = ()) -> Any:
+        """Run ``check(*args, *also)``, then the op on ``args``; a call that comes again is not checked again.
+
+        Tensors on a GPU or NPU go to the Triton kernel without a detour through the dispatcher, which costs the host
+        more than a launch: unless a mode, a trace, a transform or a profiler is to see the operator.
+        """
+        facts = facts_of((*args, *also)) if undisturbed() else None
+        if facts is None or backend != "auto":
+            if facts is None or not self.calls.known(facts):
+                check(*args, *also)
+                if facts is not None:
+                    self.calls.remember(facts)
+            return self(backend, *args)
+        if self.calls.repeat(facts):
+            return None
+        if not self.calls.known(facts):
+            check(*args, *also)
+            self.calls.remember(facts)
+        if not _has_kernels(args):
+            return self.overload(*args)
+        if not self.repeats:
+            return self.triton()(*args)
+        self.calls.remember(facts, recorded(self.triton(), args))
+        return None
+
     def __call__(self, backend: str, *args: Any) -> Any:
         """Run the implementation that ``backend`` names; ``"auto"`` dispatches on the tensors' device.
 
@@ -105,13 +133,21 @@ ops: dict[str, Op] = {}
 _ref_on_cpu: set[str] = set()
 
 
-def register(name: str, schema: str, *, ref: Callable[..., Any], meta: Callable[..., Any]) -> Op:
+def _has_kernels(args: tuple[Any, ...]) -> bool:
+    """Whether the first tensor lies on a device whose dispatch key holds the Triton kernels."""
+    first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    return first.is_cuda or first.device.type == torch._C._get_privateuse1_backend_name()
+
+
+def register(name: str, schema: str, *, ref: Callable[..., Any], meta: Callable[..., Any], repeats: bool = False) -> Op:
     """Define the op ``name`` (the folder's name, plus ``_`` when it writes its arguments) and all its implementations.
 
     ``schema`` starts at the parenthesis, as in ``"(Tensor(a!) x, int n) -> ()"``. ``meta`` returns empty tensors of the
-    right shapes (None for an op that only writes its arguments). Called once, by the op's ``__init__.py``.
+    right shapes (None for an op that only writes its arguments). ``repeats`` says that a call whose ``triton.py`` makes
+    one launch can be made again by that launch alone: nothing is returned, and no memory is allocated for one call.
+    Called once, by the op's ``__init__.py``.
     """
-    op = Op(name, schema, ref)
+    op = Op(name, schema, ref, repeats)
     _library.define(name + schema)
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.qualified_name, "CPU"):
         _ref_on_cpu.add(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import check_at_least, check_tensor, remembered
+from dsv4_npu.ops._checks import check_at_least, check_tensor
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops._verify_checks import (
     PROBABILITY,
@@ -38,10 +38,9 @@ def _meta(
     return None
 
 
-OP = register("chain_speculative_sampling", SCHEMA, ref=ref.chain_speculative_sampling, meta=_meta)
+OP = register("chain_speculative_sampling", SCHEMA, ref=ref.chain_speculative_sampling, meta=_meta, repeats=True)
 
 
-@remembered
 def check(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -131,18 +130,8 @@ def chain_speculative_sampling(
 
     Source: contracts.md §1-§2.
     """
-    check(
-        predicts,
-        accept_index,
-        accept_token_num,
-        candidates,
-        retrieve_index,
-        uniform_samples,
-        uniform_samples_for_final_sampling,
-        target_probs,
-        draft_probs,
-    )
-    OP(
+    OP.checked(
+        check,
         backend,
         predicts,
         accept_index,

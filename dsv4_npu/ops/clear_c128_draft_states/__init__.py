@@ -12,7 +12,6 @@ from dsv4_npu.ops._checks import (
     check_tensor,
     check_values,
     fail,
-    remembered,
 )
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.clear_c128_draft_states import ref
@@ -34,10 +33,9 @@ def _meta(
     return None
 
 
-OP = register("clear_c128_draft_states_", SCHEMA, ref=ref.clear_c128_draft_states_, meta=_meta)
+OP = register("clear_c128_draft_states_", SCHEMA, ref=ref.clear_c128_draft_states_, meta=_meta, repeats=True)
 
 
-@remembered
 def check(
     state: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -109,5 +107,5 @@ def clear_c128_draft_states_(
 
     Source: contracts.md §0, facts.md §2-§3.
     """
-    check(state, req_pool_indices, seq_lens, accept_lens, ring_size, num_draft_tokens, write_pad)
-    OP(backend, state, req_pool_indices, seq_lens, accept_lens, ring_size, num_draft_tokens)
+    given = (state, req_pool_indices, seq_lens, accept_lens, ring_size, num_draft_tokens)
+    OP.checked(check, backend, *given, also=(write_pad,))

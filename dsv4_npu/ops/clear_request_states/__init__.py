@@ -11,7 +11,6 @@ from dsv4_npu.ops._checks import (
     check_tensor,
     check_values,
     fail,
-    remembered,
 )
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.clear_request_states import ref
@@ -23,10 +22,9 @@ def _meta(state: torch.Tensor, req_pool_indices: torch.Tensor, ring_size: int) -
     return None
 
 
-OP = register("clear_request_states_", SCHEMA, ref=ref.clear_request_states_, meta=_meta)
+OP = register("clear_request_states_", SCHEMA, ref=ref.clear_request_states_, meta=_meta, repeats=True)
 
 
-@remembered
 def check(
     state: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -66,5 +64,4 @@ def clear_request_states_(
 
     Source: facts.md §2 (empty row, ring address), §3 (A5 clears its C4 bank when the row changes owner).
     """
-    check(state, req_pool_indices, ring_size)
-    OP(backend, state, req_pool_indices, ring_size)
+    OP.checked(check, backend, state, req_pool_indices, ring_size)

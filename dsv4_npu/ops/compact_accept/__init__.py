@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_npu.ops._accept_checks import check_accepted, verify_width
-from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor, remembered
+from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.compact_accept import ref
 
@@ -18,10 +18,9 @@ def _meta(
     return None
 
 
-OP = register("compact_accept_", SCHEMA, ref=ref.compact_accept_, meta=_meta)
+OP = register("compact_accept_", SCHEMA, ref=ref.compact_accept_, meta=_meta, repeats=True)
 
 
-@remembered
 def check(
     predict: torch.Tensor,
     hidden_states: torch.Tensor | None,
@@ -72,5 +71,4 @@ def compact_accept_(
 
     Source: contracts.md §3.
     """
-    check(predict, hidden_states, accept_index, accept_lens)
-    OP(backend, predict, hidden_states, accept_index, accept_lens)
+    OP.checked(check, backend, predict, hidden_states, accept_index, accept_lens)

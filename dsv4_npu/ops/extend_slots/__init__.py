@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import INDEX_TYPES, check_at_least, check_tensor, check_values, fail, remembered, values_known
+from dsv4_npu.ops._checks import INDEX_TYPES, check_at_least, check_tensor, check_values, fail, values_known
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.extend_slots import ref
 
@@ -30,7 +30,6 @@ def _meta(
 OP = register("extend_slots", SCHEMA, ref=ref.extend_slots, meta=_meta)
 
 
-@remembered
 def check(
     block_table: torch.Tensor,
     req_pool_indices: torch.Tensor,
@@ -102,6 +101,6 @@ def extend_slots(
 
     Source: contracts.md §0, facts.md §4.
     """
-    check(block_table, req_pool_indices, starts, lengths, page_size, total, columns)
-    slots, tables = OP(backend, block_table, req_pool_indices, starts, lengths, page_size, total, columns)
+    given = (block_table, req_pool_indices, starts, lengths, page_size, total, columns)
+    slots, tables = OP.checked(check, backend, *given)
     return slots, tables

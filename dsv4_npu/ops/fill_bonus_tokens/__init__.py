@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_npu.ops._accept_checks import check_accepted, verify_width
-from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor, remembered
+from dsv4_npu.ops._checks import INDEX_TYPES, check_no_overlap, check_tensor
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.fill_bonus_tokens import ref
 
@@ -18,10 +18,9 @@ def _meta(
     return None
 
 
-OP = register("fill_bonus_tokens_", SCHEMA, ref=ref.fill_bonus_tokens_, meta=_meta)
+OP = register("fill_bonus_tokens_", SCHEMA, ref=ref.fill_bonus_tokens_, meta=_meta, repeats=True)
 
 
-@remembered
 def check(
     bonus_tokens: torch.Tensor,
     predict: torch.Tensor,
@@ -65,5 +64,4 @@ def fill_bonus_tokens_(
 
     Source: contracts.md §1.
     """
-    check(bonus_tokens, predict, accept_index, accept_lens)
-    OP(backend, bonus_tokens, predict, accept_index, accept_lens)
+    OP.checked(check, backend, bonus_tokens, predict, accept_index, accept_lens)

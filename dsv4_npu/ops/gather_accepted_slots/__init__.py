@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_npu.ops._accept_checks import check_accepted, verify_width
-from dsv4_npu.ops._checks import INDEX_TYPES, check_tensor, remembered
+from dsv4_npu.ops._checks import INDEX_TYPES, check_tensor
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops.gather_accepted_slots import ref
 
@@ -21,7 +21,6 @@ def _meta(
 OP = register("gather_accepted_slots", SCHEMA, ref=ref.gather_accepted_slots, meta=_meta)
 
 
-@remembered
 def check(
     out_cache_loc: torch.Tensor,
     accept_index: torch.Tensor,
@@ -61,6 +60,5 @@ def gather_accepted_slots(
 
     Source: contracts.md §0, §3.
     """
-    check(out_cache_loc, accept_index, accept_lens)
-    tgt, src = OP(backend, out_cache_loc, accept_index, accept_lens)
+    tgt, src = OP.checked(check, backend, out_cache_loc, accept_index, accept_lens)
     return tgt, src

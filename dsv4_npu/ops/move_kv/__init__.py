@@ -10,7 +10,6 @@ from dsv4_npu.ops._checks import (
     check_tensor,
     check_values,
     fail,
-    remembered,
     values_known,
 )
 from dsv4_npu.ops._registry import register
@@ -23,10 +22,9 @@ def _meta(slab: torch.Tensor, tgt: torch.Tensor, src: torch.Tensor) -> None:
     return None
 
 
-OP = register("move_kv_", SCHEMA, ref=ref.move_kv_, meta=_meta)
+OP = register("move_kv_", SCHEMA, ref=ref.move_kv_, meta=_meta, repeats=True)
 
 
-@remembered
 def check(
     slab: torch.Tensor,
     tgt: torch.Tensor,
@@ -70,8 +68,7 @@ def move_kv_(slab: torch.Tensor, tgt: torch.Tensor, src: torch.Tensor, *, backen
 
     Source: contracts.md §3.
     """
-    check(slab, tgt, src)
-    OP(backend, slab, tgt, src)
+    OP.checked(check, backend, slab, tgt, src)
 
 
 def _check_pairs(name: str, tgt: torch.Tensor, src: torch.Tensor, group_size: int) -> None:

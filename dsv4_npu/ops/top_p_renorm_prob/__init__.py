@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import check_at_least, check_tensor, remembered
+from dsv4_npu.ops._checks import check_at_least, check_tensor
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops._verify_checks import PROBABILITY
 from dsv4_npu.ops.top_p_renorm_prob import ref
@@ -19,7 +19,6 @@ def _meta(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 OP = register("top_p_renorm_prob", SCHEMA, ref=ref.top_p_renorm_prob, meta=_meta)
 
 
-@remembered
 def check(
     probs: torch.Tensor,
     top_p: torch.Tensor,
@@ -51,6 +50,5 @@ def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor, *, backend: str 
 
     Source: contracts.md §2 for the treatment of odd entries.
     """
-    check(probs, top_p)
-    kept: torch.Tensor = OP(backend, probs, top_p)
+    kept: torch.Tensor = OP.checked(check, backend, probs, top_p)
     return kept

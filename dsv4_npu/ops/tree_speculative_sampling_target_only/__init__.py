@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import remembered
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops._verify_checks import (
     check_coins,
@@ -44,11 +43,14 @@ def _meta(
 
 
 OP = register(
-    "tree_speculative_sampling_target_only", SCHEMA, ref=ref.tree_speculative_sampling_target_only, meta=_meta
+    "tree_speculative_sampling_target_only",
+    SCHEMA,
+    ref=ref.tree_speculative_sampling_target_only,
+    meta=_meta,
+    repeats=True,
 )
 
 
-@remembered
 def check(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -150,7 +152,9 @@ def tree_speculative_sampling_target_only(
 
     Source: contracts.md §1-§2.
     """
-    check(
+    OP.checked(
+        check,
+        backend,
         predicts,
         accept_index,
         accept_token_num,
@@ -163,21 +167,6 @@ def tree_speculative_sampling_target_only(
         target_probs,
         threshold_single,
         threshold_acc,
-    )
-    OP(
-        backend,
-        predicts,
-        accept_index,
-        accept_token_num,
-        candidates,
-        retrieve_index,
-        retrieve_next_token,
-        retrieve_next_sibling,
-        uniform_samples,
-        uniform_samples_for_final_sampling,
-        target_probs,
-        float(threshold_single),
-        float(threshold_acc),
     )
     if checked:
         check_drawn(OP.name, predicts, accept_index, accept_token_num)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_npu.ops._checks import check_tensor, remembered
+from dsv4_npu.ops._checks import check_tensor
 from dsv4_npu.ops._registry import register
 from dsv4_npu.ops._verify_checks import INDEX, check_links, check_outputs, check_outputs_alone, check_rows
 from dsv4_npu.ops.verify_tree_greedy import ref
@@ -28,10 +28,9 @@ def _meta(
     return None
 
 
-OP = register("verify_tree_greedy", SCHEMA, ref=ref.verify_tree_greedy, meta=_meta)
+OP = register("verify_tree_greedy", SCHEMA, ref=ref.verify_tree_greedy, meta=_meta, repeats=True)
 
 
-@remembered
 def check(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
@@ -105,17 +104,8 @@ def verify_tree_greedy(
 
     Source: contracts.md §1-§2.
     """
-    check(
-        predicts,
-        accept_index,
-        accept_token_num,
-        candidates,
-        retrieve_index,
-        retrieve_next_token,
-        retrieve_next_sibling,
-        target_predict,
-    )
-    OP(
+    OP.checked(
+        check,
         backend,
         predicts,
         accept_index,
