@@ -21,6 +21,7 @@ from dsv4_npu.emulation import tokenizer
 from dsv4_npu.emulation.drafters import Drafter, ScriptedDrafter, make_drafter
 from dsv4_npu.emulation.engine import Engine, EngineOptions
 from dsv4_npu.emulation.model import build_model
+from dsv4_npu.emulation.native import PlainDecode
 from dsv4_npu.emulation.oracle import Oracle
 from dsv4_npu.emulation.picture import RunPicture, report_path
 from dsv4_npu.emulation.printing import print_result, print_summary
@@ -75,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="npu: the emulated one; see docs/emulated-npu.md",
     )
+    parser.add_argument(
+        "--rows",
+        choices=("fp64", "native"),
+        default="fp64",
+        help="native: the platform's row formats and float32 states, compared with a plain decode over the same rows; "
+        "see docs/native-rows.md",
+    )
     parser.add_argument("--overlap", action="store_true", help="launch a round before the one before it is learned")
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the coins")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
@@ -92,8 +100,8 @@ def deployment(args: argparse.Namespace, model: ModelSpec, platform: str, spec: 
         c128_page_size=args.c128_page_size,
         context_len=longest + args.max_new_tokens,
         request_rows=args.batch,
-        kv_row="fp64",
-        indexer_row="fp64",
+        kv_row="fp64" if args.rows == "fp64" else None,
+        indexer_row="fp64" if args.rows == "fp64" else None,
         emulated_kernels=args.c128_page_size < 16,
     )
 
@@ -103,14 +111,16 @@ def pool_sizes(config: CacheConfig, swa_ratio: float) -> PoolSizes:
     return sizes_for_tokens(config, config.request_rows * config.width, swa_ratio)
 
 
-def scripted_drafter(oracle: Oracle, prompts: list[list[int]], vocab: int) -> Drafter:
+def scripted_drafter(oracle: Oracle | PlainDecode, prompts: list[list[int]], vocab: int) -> Drafter:
     """Accept every length in turn: the drafts are the oracle's tokens up to a length that cycles with the history."""
     by_length = sorted(prompts, key=len, reverse=True)
 
     def continuation(history: Any, count: int) -> list[int]:
         prompt = next(p for p in by_length if list(history[: len(p)]) == p)
         done = len(history) - len(prompt)
-        return oracle.greedy(prompt, done + count).tokens[done:]
+        right = oracle.greedy(prompt, done + count).tokens[done:]
+        # A plain decode ends with the context; what lies behind it is never accepted.
+        return right + [0] * (count - len(right))
 
     return ScriptedDrafter(continuation, lambda b, length: b + length, vocab)
 
@@ -132,6 +142,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--temperature {args.temperature} with greedy acceptance; use --accept rejection")
     if args.temperature and args.drafter == "scripted":
         raise ConfigError("the scripted drafter follows the greedy oracle; use it with --temperature 0")
+    if args.rows == "native" and args.temperature:
+        raise ConfigError(
+            f"--rows native with --temperature {args.temperature}: tokens are compared with a plain greedy decode; "
+            "use --temperature 0"
+        )
     if args.overlap and args.drafter != "early-exit" and args.spec != ["none"]:
         raise ConfigError(
             f"--overlap with --drafter {args.drafter}: it looks at the history, which the host has one round late; "
@@ -185,10 +200,8 @@ def _run_one(
         label += f", device {args.device} (emulated)"
     if args.overlap:
         label += ", overlap"
-    drafter: Drafter | None = None
-    if spec.verify_width > 1:
-        scripted = args.drafter == "scripted"
-        drafter = scripted_drafter(oracle, prompts, config.model.vocab_size) if scripted else make_drafter(args.drafter)
+    if args.rows == "native":
+        label += f", rows {config.kv_row}, keys {config.indexer_row}"
     options = EngineOptions(
         batch=args.batch,
         chunk=args.chunk,
@@ -198,6 +211,18 @@ def _run_one(
         device=args.device,
         overlap=args.overlap,
     )
+    plain = None
+    if args.rows == "native":
+        plain = PlainDecode(model, config, options)
+        plain.prepare(prompts, args.max_new_tokens + spec.verify_width)
+    drafter: Drafter | None = None
+    if spec.verify_width > 1:
+        scripted = args.drafter == "scripted"
+        drafter = (
+            scripted_drafter(plain or oracle, prompts, config.model.vocab_size)
+            if scripted
+            else make_drafter(args.drafter)
+        )
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -220,11 +245,11 @@ def _run_one(
         requests = engine.run()
         seconds = time.perf_counter() - began
         check = progress.add_task(f"{label}: oracle", total=len(requests))
-        if not args.temperature:
+        if plain is None and not args.temperature:
             for request in requests:
                 oracle.greedy(request.prompt, len(request.outputs))
                 progress.advance(check)
-        result = summarise(engine, requests, oracle, label, bool(args.temperature), seconds)
+        result = summarise(engine, requests, oracle, label, bool(args.temperature), seconds, plain)
         if args.report:
             several = len(args.platform or [0]) * len(args.spec or [0]) > 1
             picture.write(result, report_path(args.report, config.platform.name, spec.kind, several))

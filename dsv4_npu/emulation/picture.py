@@ -39,15 +39,19 @@ class RunPicture:
         rounds = sum(r.rounds for r in result.requests)
         accepted = sum(r.mean_accept * r.rounds for r in result.requests)
         same = "equal" if result.identical else "DIFFER from"
+        those = "the oracle's" if result.reference == "the oracle" else f"those of {result.reference}"
         leaked = ", ".join(result.leaked) or "none"
         data = {
             "schema": SCHEMA,
             "title": "Speculative decode on the pools",
             "subtitle": result.label,
-            "notes": ["a real DeepSeek-V4 implementation, tiny and randomly initialised, float64 on a CPU"],
+            "notes": [
+                "a real DeepSeek-V4 implementation, tiny and randomly initialised, float64 on a CPU",
+                f"outputs are compared with {result.reference}",
+            ],
             "verdict": {
                 "ok": result.ok,
-                "text": f"outputs {same} the oracle's; audit {result.audit}; leaks: {leaked}",
+                "text": f"outputs {same} {those}; audit {result.audit}; leaks: {leaked}",
             },
             **self.series.as_data(),
             "series": [

@@ -64,6 +64,45 @@ def _print_device(console: Console, costs: StepCosts) -> None:
     console.print("the model stands in for the attention kernels: what it does inside is not counted")
 
 
+def print_native(console: Console, results: list[RunResult]) -> None:
+    """What native rows cost in accuracy, and how many choices they do not settle."""
+    table = Table(title="logits of native rows against float64, after the same history", title_justify="left")
+    for name in (
+        "run",
+        "logits off by, rms",
+        "most",
+        "float64 chooses another",
+        "not settled by the rows",
+        "explained",
+    ):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for r in results:
+        natives = [(q.native, len(q.outputs)) for q in r.requests if q.native]
+        count = sum(n for _, n in natives)
+        square = sum(q.rms_row_error**2 * n for q, n in natives) / max(count, 1)
+        table.add_row(
+            r.label,
+            f"{square**0.5:.1e}",
+            f"{max((q.max_row_error for q, _ in natives), default=0.0):.1e}",
+            f"{sum(q.float64_differences for q, _ in natives)} of {count}",
+            str(sum(len(q.close_calls) for q, _ in natives)),
+            str(sum(len(q.explained) for q, _ in natives)),
+        )
+    console.print(table)
+
+
+def native_summary(results: list[RunResult]) -> str:
+    """How many choices the rows do not settle, and how many of them went another way; empty without native rows."""
+    natives = [q.native for r in results for q in r.requests if q.native]
+    if not natives:
+        return ""
+    calls, turned = sum(len(q.close_calls) for q in natives), sum(len(q.explained) for q in natives)
+    return (
+        f"; compared with a plain decode over the same rows: {calls} outputs have a top-2 margin within the rows' "
+        f"error, {turned} of them differ (--json lists them)"
+    )
+
+
 def print_summary(console: Console, results: list[RunResult]) -> None:
     table = _table(console, "summary")
     between = "\n" if console.width < NARROW else " "
@@ -82,10 +121,12 @@ def print_summary(console: Console, results: list[RunResult]) -> None:
             f"{r.seconds:.1f}",
         )
     console.print(table)
+    if any(q.native for r in results for q in r.requests):
+        print_native(console, results)
     worst = max((q.max_logit_error for r in results for q in r.requests), default=0.0)
     margin = min((q.min_margin for r in results for q in r.requests), default=0.0)
     console.print(
         f"identical = {'yes' if all(r.identical for r in results) else 'NO'} "
-        f"(largest logit difference {worst:.1e}, smallest top-2 margin {margin:.1e})",
+        f"(largest logit difference {worst:.1e}, smallest top-2 margin {margin:.1e}){native_summary(results)}",
         soft_wrap=True,
     )

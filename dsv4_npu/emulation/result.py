@@ -10,6 +10,7 @@ import torch
 
 from dsv4_npu.emulation.costs import StepCosts
 from dsv4_npu.emulation.engine import Engine, RequestRun
+from dsv4_npu.emulation.native import NativeComparison, PlainDecode, compare_native
 from dsv4_npu.emulation.oracle import Oracle
 from dsv4_npu.errors import AuditError
 
@@ -19,7 +20,7 @@ LOGIT_TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class RequestResult:
-    """One request compared with the oracle."""
+    """One request compared with the oracle; over native rows with a plain decode (``native``)."""
 
     rid: int
     prompt_tokens: int
@@ -32,6 +33,7 @@ class RequestResult:
     first_difference: int | None
     max_logit_error: float
     min_margin: float
+    native: NativeComparison | None = None
 
     @property
     def mean_accept(self) -> float:
@@ -52,8 +54,10 @@ class FamilyUsage:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A whole run. ``ok`` only if every request equals the oracle, the audit is clean and every page came back.
+    """A whole run. ``ok`` only if every request equals the reference, the audit is clean and every page came back.
 
+    ``reference``: what outputs are compared with; over native rows a plain decode over the same rows, where a
+    difference at a choice that the rows do not settle is reported and no failure.
     ``device``: what decode steps cost on the emulated device; None on a CPU.
     """
 
@@ -65,10 +69,11 @@ class RunResult:
     rounds: int
     seconds: float
     device: StepCosts | None = None
+    reference: str = "the oracle"
 
     @property
     def identical(self) -> bool:
-        """Whether every request equals the oracle."""
+        """Whether every request equals ``reference``."""
         return all(r.identical for r in self.requests)
 
     @property
@@ -81,25 +86,18 @@ class RunResult:
         return {**asdict(self), "identical": self.identical, "ok": self.ok}
 
 
-def compare(request: RequestRun, oracle: Oracle, sampled: bool) -> RequestResult:
-    """Compare outputs and logits with the oracle.
+def compare(request: RequestRun, oracle: Oracle, sampled: bool, plain: PlainDecode | None = None) -> RequestResult:
+    """Compare outputs and logits with the oracle, or over native rows with the plain decode ``plain``.
 
     A greedy run must choose the oracle's tokens. A run that samples cannot, so the oracle is forced along its tokens
     and the logits behind every choice must agree.
     """
-    count = len(request.outputs)
-    logits = torch.stack(request.logits)
-    if sampled:
-        wanted_tokens, wanted = request.outputs, oracle.forced(request.prompt, request.outputs)
-        top = wanted.topk(2, dim=-1).values
-        margin = float((top[:, 0] - top[:, 1]).min())
+    native = None
+    if plain is None:
+        differ, error, margin = _differences(request, oracle, sampled)
     else:
-        run = oracle.greedy(request.prompt, count)
-        wanted_tokens, wanted, margin = run.tokens, run.logits, float(run.margins().min())
-    differ = [i for i in range(count) if wanted_tokens[i] != request.outputs[i]]
-    # Behind a wrong token the histories differ, so logits are compared up to it.
-    upto = differ[0] + 1 if differ else count
-    error = float((logits[:upto] - wanted[:upto]).abs().max())
+        native = compare_native(request, plain, oracle)
+        differ, error, margin = native.unexplained, native.max_logit_error, native.min_margin
     return RequestResult(
         rid=request.rid,
         prompt_tokens=len(request.prompt),
@@ -112,7 +110,25 @@ def compare(request: RequestRun, oracle: Oracle, sampled: bool) -> RequestResult
         first_difference=differ[0] if differ else None,
         max_logit_error=error,
         min_margin=margin,
+        native=native,
     )
+
+
+def _differences(request: RequestRun, oracle: Oracle, sampled: bool) -> tuple[list[int], float, float]:
+    """Outputs that are not the oracle's, the largest logit difference before and at them, the smallest margin."""
+    count = len(request.outputs)
+    logits = torch.stack(request.logits)
+    if sampled:
+        wanted_tokens, wanted = request.outputs, oracle.forced(request.prompt, request.outputs)
+        top = wanted.topk(2, dim=-1).values
+        margin = float((top[:, 0] - top[:, 1]).min())
+    else:
+        run = oracle.greedy(request.prompt, count)
+        wanted_tokens, wanted, margin = run.tokens, run.logits, float(run.margins().min())
+    differ = [i for i in range(count) if wanted_tokens[i] != request.outputs[i]]
+    # Behind a wrong token the histories differ, so logits are compared up to it.
+    upto = differ[0] + 1 if differ else count
+    return differ, float((logits[:upto] - wanted[:upto]).abs().max()), margin
 
 
 def family_usage(engine: Engine) -> list[FamilyUsage]:
@@ -150,16 +166,23 @@ def audit_verdict(engine: Engine) -> str:
 
 
 def summarise(
-    engine: Engine, requests: Sequence[RequestRun], oracle: Oracle, label: str, sampled: bool, seconds: float
+    engine: Engine,
+    requests: Sequence[RequestRun],
+    oracle: Oracle,
+    label: str,
+    sampled: bool,
+    seconds: float,
+    plain: PlainDecode | None = None,
 ) -> RunResult:
-    """Compare a finished run with the oracle and collect its numbers."""
+    """Compare a finished run with the oracle, or with ``plain``, and collect its numbers."""
     return RunResult(
         label=label,
-        requests=[compare(r, oracle, sampled) for r in requests],
+        requests=[compare(r, oracle, sampled, plain) for r in requests],
         families=family_usage(engine),
         audit=audit_verdict(engine),
         leaked=leaks(engine),
         rounds=engine.rounds,
         seconds=seconds,
         device=None if engine.options.device == "cpu" else StepCosts.of(engine.costs),
+        reference="the oracle" if plain is None else "a plain decode over the same rows",
     )
