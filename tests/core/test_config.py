@@ -62,6 +62,7 @@ MODELS = {
     "v4_pro": (61, 7168, 128, 1024, (0, 30, 31), 62, 1, None),
     "v4_pro_dspark": (61, 7168, 128, 1024, (0, 30, 31), 64, 3, 5),
     "tiny": (5, 64, 4, 64, (2, 2, 1), 6, 1, 5),
+    "tiny_dspark": (5, 64, 4, 64, (2, 2, 1), 8, 3, 5),
 }
 
 
@@ -98,7 +99,7 @@ def test_model_facts(name: str) -> None:
     assert sorted(i for ratio in (0, 4, 128) for i in model.layers_of(ratio)) == list(range(layers))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "tiny"])
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("tiny")])
 def test_dimensions_shared_by_the_checkpoints(name: str) -> None:
     model = ModelSpec.load(name)
     assert (model.head_dim, model.nope_dim, model.rope_dim) == (512, 448, 64)

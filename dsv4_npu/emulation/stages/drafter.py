@@ -4,8 +4,8 @@ Positions as everywhere: a request with history ``t[0 .. n]`` has ``n`` committe
 ``h[i]`` is the target's hidden state at position ``i`` (what its head is given). ``row[s][i]`` is what stage ``s``
 keeps of position ``i``, in SWA slot ``i`` of the request, layer ``target layers + s`` of the slab.
 
-MTP, one stage. The input at position i is ``x[i] = mix[norm(e(t[i + 1])); norm(h[i])]``, so a row needs the token behind
-its position::
+MTP, one stage. The input at position i is ``x[i] = mix[norm(e(t[i + 1])); norm(h[i])]``, so a row needs the token
+behind its position::
 
     inject(start, accept, predict, h):            # after a verify; a prefill is the same for its whole chunk
         for i in start .. start + accept - 1:     # committed rows only
@@ -36,9 +36,10 @@ Rows of rejected positions are never read by a later round. A round at ``n`` rea
 ``n`` on it writes itself before it reads them.
 
 Nothing has to be carried between steps but the last hidden state of each request row, on the device. It need not leave
-with a request either: who comes back (retracted, restored, resumed, rewound) prefills at least one token, which makes it
-anew. What an MTP row depends on beyond its position is the next token; so where that token changes, the row is history
-no more (``lookahead``, :class:`~dsv4_npu.alloc.rollback.RollbackRules`).
+with a request either: who comes back (retracted, restored, resumed, rewound) prefills at least one token, which makes
+it anew. What an MTP row depends on beyond its position is the next token, which a prompt knows and a forward makes; so
+where that token changes, the row is history no more (``lookahead``,
+:class:`~dsv4_npu.alloc.rollback.RollbackRules`).
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class StageRounds:
     """The stages of one engine: their rows in ``pools``, the hidden states in between, and what a round does with them.
 
     Attributes:
-        hidden: ``[request rows + 1, hidden size]`` on the device: the target's hidden state at each row's last position.
+        hidden: ``[request rows + 1, hidden size]`` on the device: the target's hidden state at each row's last
+            position.
         watch: called with every :class:`Proposal`.
     """
 
@@ -179,7 +181,8 @@ class StageRounds:
         """Inject the committed rows of a verify, and no others: the first ``accept_lens[b]`` rows of the window.
 
         ``rows``, ``starts``, ``accept_lens``: ``[bs]``. ``candidates``: int64 ``[bs, D]``. ``predict``: int32
-        ``[bs · D]``, valid at accepted rows. ``hidden``: ``[bs, D, hidden size]``. A chain's accepted rows are in place.
+        ``[bs · D]``, valid at accepted rows. ``hidden``: ``[bs, D, hidden size]``. A chain's accepted rows are in
+        place.
         """
         accepted = accept_lens.to(torch.int64)
         tokens = candidates if self.kind == "dspark" else predict.view(candidates.shape).to(torch.int64)
