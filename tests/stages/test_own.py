@@ -51,8 +51,8 @@ def test_prefix_hits_bring_the_rows_along(stages: StageBench, platform: str) -> 
     first = words(1, 270)
     watched.engine.submit(first, 6)
     watched.engine.run()
-    same = watched.engine.submit(first[:256] + [first[256], *words(2, 9)], 6)
-    other = watched.engine.submit(first[:256] + [(first[256] + 1) % 320, *words(3, 4)], 6)
+    same = watched.engine.submit([*first[:257], *words(2, 9)], 6)
+    other = watched.engine.submit([*first[:256], (first[256] + 1) % 320, *words(3, 4)], 6)
     watched.finish()
     assert same.cached == 256
     # The last MTP row of the prefix was made from the token behind it: another token, and the granule is another one.
