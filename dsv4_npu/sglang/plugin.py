@@ -7,6 +7,7 @@ before it takes any memory.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from dsv4_npu.sglang import activation
@@ -57,8 +58,8 @@ def _register(name: str, ours: str, kind: str) -> None:
     original = place.get()
     if original is None:
         raise TypeError("it is None in this process, and a hook on None would rewrite every global that is None")
-    if not callable(original):
-        raise TypeError(f"a {type(original).__name__} cannot be hooked, only a function or a class")
+    if not isinstance(original, (type, types.FunctionType)):
+        raise TypeError(f"a {type(original).__name__} cannot be hooked, only a plain function or a class")
     replacement = names.value(ours)
     ORIGINALS[name] = (original,)
     how = HookType.AROUND if kind == "around" else HookType.REPLACE

@@ -85,6 +85,51 @@ MEMORY = (
     ),
 )
 
+_SPECULATIVE = "sglang.kernels.ops.speculative"
+
+#: The pools' sizes, and the steps between a verify and the next draft.
+STEPS = (
+    Target(
+        "pool sizes",
+        "sglang.srt.model_executor.pool_configurator:DSV4PoolConfigurator",
+        "dsv4_npu.sglang.sizes:PoolSizes",
+        "class",
+    ),
+    Target(
+        "clear of rejected drafts' C128 states",
+        "sglang.kernels.ops.kvcache.dsv4_c128_cleanup:clear_unaccepted_c128_draft_states",
+        "dsv4_npu.sglang.verify_ops:clear_unaccepted_c128_draft_states",
+        "function",
+        moved={"0.5.22": "sglang.kernels.ops.attention.dsv4.c128_cleanup:clear_unaccepted_c128_draft_states"},
+    ),
+    Target(
+        "the same clear for DSpark",
+        "sglang.srt.speculative.dspark_components.dspark_worker_v2:"
+        "DSparkWorkerV2._commit_target_mamba_states_after_verify",
+        "dsv4_npu.sglang.dspark:clear_after_commit",
+        "around",
+    ),
+    Target(
+        "greedy verification",
+        f"{_SPECULATIVE}.spec_tree:verify_tree_greedy_func",
+        "dsv4_npu.sglang.verify_ops:verify_tree_greedy_func",
+        "function",
+        moved={"0.5.22": "sglang.srt.speculative.eagle_utils:verify_tree_greedy_func"},
+    ),
+    *(
+        Target(name, f"{_SPECULATIVE}.eagle:{name}", f"dsv4_npu.sglang.verify_ops:{name}", "function")
+        for name in ("fill_bonus_tokens_func", "fill_accept_out_cache_loc_func")
+    ),
+    *(
+        Target(name, f"{_SPECULATIVE}.cache_locs:{name}", f"dsv4_npu.sglang.cache_locs:{name}", "function", absent=old)
+        for name, old in (
+            ("assign_extend_cache_locs_uniform_func", ()),
+            ("fill_front_out_cache_loc_func", ("0.5.22",)),
+            ("assign_draft_cache_locs_contiguous_func", ("0.5.22",)),
+        )
+    ),
+)
+
 #: What SGLang decides by the presence of an NPU, set where there is none.
 EMULATION = (
     Target(
@@ -118,7 +163,7 @@ NPU_FLAGS = (
     Target("pools as on an NPU", f"{_CONFIGURATOR}:_is_npu", "dsv4_npu.sglang.emulated:YES", "check", (NPU,)),
 )
 
-TARGETS: tuple[Target, ...] = (*MEMORY, *EMULATION, *NPU_FLAGS)
+TARGETS: tuple[Target, ...] = (*MEMORY, *STEPS, *EMULATION, *NPU_FLAGS)
 
 
 def targets(platform: str | None, version: str | None) -> tuple[Target, ...]:

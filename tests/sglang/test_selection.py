@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+from sglang.srt import platforms
 
 from dsv4_npu.errors import UnavailableError
 from dsv4_npu.sglang import activation, versions
-from dsv4_npu.sglang.targets import TARGETS
+from dsv4_npu.sglang.targets import EMULATED, targets
 from tests.sglang.processes import ROOT, answer, run
 
-#: Before and after SGLang loaded its plugins: every global of every module, by identity.
+#: Before and after SGLang loaded its plugins: every global of every module, by identity. Then again with the guard of
+#: register_hooks() switched off, as if it had not looked at the platform.
 GLOBALS = """
 import json, sys
 from sglang.srt.platforms import current_platform
@@ -25,16 +27,23 @@ def globals_now():
     return {(m, k): id(v) for m in list(sys.modules) for k, v in list(vars(sys.modules[m]).items())
             if not m.startswith("dsv4_npu") and k != "_plugins_loaded"}
 
-before, modules = globals_now(), set(sys.modules)
-plugins.load_plugins()
-after = globals_now()
-print(json.dumps({
-    "platform": type(current_platform).__module__,
-    "changed": sorted(map(".".join, (key for key in before if after.get(key) != before[key]))),
-    "new modules": sorted(set(sys.modules) - modules),
-    "ours": sorted(m for m in sys.modules if m.split(".")[0] in ("dsv4_npu", "sgl_kernel_npu", "torch_npu")),
-    "hooks": sorted(HookRegistry._hooks),
-}))
+def load():
+    before, modules = globals_now(), set(sys.modules)
+    plugins.load_plugins()
+    after = globals_now()
+    return {
+        "changed": sorted(map(".".join, (key for key in before if after.get(key) != before[key]))),
+        "new modules": sorted(set(sys.modules) - modules),
+        "ours": sorted(m for m in sys.modules if m.split(".")[0] in ("dsv4_npu", "sgl_kernel_npu", "torch_npu")),
+        "hooks": sorted(HookRegistry._hooks),
+    }
+
+found = {"platform": type(current_platform).__module__, "guarded": load()}
+from dsv4_npu.sglang import activation
+activation.active = lambda: "dsv4_npu_emulated"
+plugins._plugins_loaded = False
+found["unguarded"] = load()
+print(json.dumps(found))
 """
 LIGHT = ["dsv4_npu", "dsv4_npu.errors", "dsv4_npu.sglang", "dsv4_npu.sglang.activation", "dsv4_npu.sglang.plugin"]
 
@@ -42,32 +51,17 @@ LIGHT = ["dsv4_npu", "dsv4_npu.errors", "dsv4_npu.sglang", "dsv4_npu.sglang.acti
 def test_installed_and_not_selected_changes_nothing() -> None:
     found = answer(GLOBALS, None)
     assert found["platform"].startswith("sglang.")
-    assert found["changed"] == []
-    assert found["hooks"] == []
-    assert found["ours"] == LIGHT
-    assert set(found["new modules"]) <= set(LIGHT)
-
-
-def test_the_same_look_sees_what_a_selected_plugin_changes() -> None:
-    found = answer(GLOBALS, "dsv4_npu_emulated")
-    assert found["platform"] == "dsv4_npu.sglang.emulated_platform"
-    assert "sglang.srt.mem_cache.allocation._is_npu" in found["changed"]
-    assert "sglang.srt.mem_cache.kv_cache_configurator.reject_out_of_tree_path" in found["changed"]
-    assert set(found["ours"]) > set(LIGHT)
-    assert len(found["hooks"]) == sum(
-        t.kind in ("class", "function", "around")
-        for t in TARGETS
-        if len(t.platforms) == 2 or "emulated" in t.platforms[0]
-    )
-
-
-def test_named_without_an_npu_says_what_to_do() -> None:
-    done = run("from sglang.srt.platforms import current_platform", "dsv4_npu")
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
-    assert "UnavailableError: SGLANG_PLATFORM=dsv4_npu: torch sees no Ascend NPU" in last
-    assert "SGLANG_PLATFORM=dsv4_npu_emulated" in last
-    assert "unset the variable" in last
+    guarded = found["guarded"]
+    assert guarded["changed"] == []
+    assert guarded["hooks"] == []
+    assert guarded["ours"] == LIGHT
+    assert set(guarded["new modules"]) <= set(LIGHT)
+    unguarded = found["unguarded"]
+    assert "sglang.srt.mem_cache.allocation._is_npu" in unguarded["changed"]
+    assert "sglang.srt.mem_cache.kv_cache_configurator.reject_out_of_tree_path" in unguarded["changed"]
+    assert set(unguarded["ours"]) > set(LIGHT)
+    hooked = [target for target in targets(EMULATED, "0.5.23") if target.kind in ("class", "function", "around")]
+    assert len(unguarded["hooks"]) == len(hooked)
 
 
 @pytest.fixture
@@ -85,6 +79,14 @@ def test_the_npu_platform_answers_only_to_its_name(select: pytest.MonkeyPatch, s
     assert activation.activate() == "dsv4_npu.sglang.platform:NpuPlatform"
 
 
+def test_named_without_an_npu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "dsv4_npu")
+    with pytest.raises(UnavailableError, match="SGLANG_PLATFORM=dsv4_npu: torch sees no Ascend NPU") as error:
+        platforms._resolve_platform()
+    assert "SGLANG_PLATFORM=dsv4_npu_emulated" in str(error.value)
+    assert "unset the variable" in str(error.value)
+
+
 @pytest.mark.parametrize("selected", [None, "", "dsv4_npu", "another"])
 def test_the_emulated_platform_answers_only_to_its_name(select: pytest.MonkeyPatch, selected: str | None) -> None:
     select.setenv("SGLANG_PLATFORM", selected) if selected is not None else select.delenv("SGLANG_PLATFORM")
@@ -93,17 +95,12 @@ def test_the_emulated_platform_answers_only_to_its_name(select: pytest.MonkeyPat
     assert activation.activate_emulated() == "dsv4_npu.sglang.emulated_platform:EmulatedPlatform"
 
 
-def test_a_lone_plugin_that_answered_always_would_win() -> None:
+def test_a_lone_plugin_that_answered_always_would_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation: with the name no longer asked for, SGLang takes our platform although nobody selected it."""
-    script = """
-    import json
-    from dsv4_npu.sglang import activation
-    {mutation}
-    from sglang.srt.platforms import current_platform
-    print(json.dumps({{"platform": type(current_platform).__name__}}))
-    """
-    mutation = "activation._selected = lambda: 'dsv4_npu_emulated'"
-    assert answer(script.format(mutation=mutation), None)["platform"] == "EmulatedPlatform"
+    monkeypatch.delenv("SGLANG_PLATFORM")
+    assert type(platforms._resolve_platform()).__module__.startswith("sglang.")
+    monkeypatch.setattr(activation, "_selected", lambda: EMULATED)
+    assert type(platforms._resolve_platform()).__module__ == "dsv4_npu.sglang.emulated_platform"
 
 
 def test_activation_refuses_an_unknown_release(select: pytest.MonkeyPatch) -> None:
