@@ -91,14 +91,14 @@ class EngineForward:
     Args:
         setup: the model.
         req_to_token_pool, allocator: SGLang's objects, of its own classes or of ours. If the allocator's KV pool has
-            ``pools`` (:class:`DSV4Pools`), the rows live there; else in pools of the same sizes beside SGLang's.
+            ``slabs`` (:class:`DSV4Pools`), the rows live there; else in pools of the same sizes beside SGLang's.
     """
 
     def __init__(self, setup: ForwardSetup, req_to_token_pool: Any, allocator: Any) -> None:
         self.setup = setup
-        spec = ModelSpec.load(setup.model)
+        self.spec = spec = ModelSpec.load(setup.model)
         self.tables = EngineTables(req_to_token_pool, allocator, spec.sliding_window)
-        pools = getattr(allocator.get_kvcache(), "pools", None)
+        pools = getattr(allocator.get_kvcache(), "slabs", None)
         self.own_pools = pools is None
         self.pools: DSV4Pools = self._pools_beside(spec) if pools is None else pools
         _check_rows(self.pools, spec)
@@ -179,8 +179,7 @@ class EngineForward:
             plan = plan_batch(self.pools, tables, rows, piece.starts, piece.lengths)
         except OwnershipError as error:
             self.book.violations.append(str(error))
-            vocab = self.pools.config.model.vocab_size
-            return torch.zeros((*tokens.shape, vocab), dtype=torch.float64)
+            return torch.zeros((*tokens.shape, self.spec.vocab_size), dtype=torch.float64)
         return self.pooled.forward(tokens, plan)
 
     def _look(
@@ -225,6 +224,6 @@ def _check_rows(pools: DSV4Pools, spec: ModelSpec) -> None:
         )
     if config.model.compress_ratios[: spec.num_layers] != spec.compress_ratios[: spec.num_layers]:
         raise ConfigError(
-            f"compress_ratios = {config.model.compress_ratios} of the pools; {spec.compress_ratios} of model {spec.name} "
+            f"compress_ratios = {config.model.compress_ratios} of the pools; {spec.compress_ratios} of {spec.name} "
             "are needed"
         )

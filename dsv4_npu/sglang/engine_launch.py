@@ -92,9 +92,11 @@ class EmulatedEngine:
             "disable_cuda_graph": True,
             "random_seed": 0,
             "context_length": 6144,
-            "max_total_tokens": 16384,
+            "max_total_tokens": 4352,
             "max_running_requests": 4,
-            "swa_full_tokens_ratio": 0.5,
+            "swa_full_tokens_ratio": 0.6,
+            # Admit eagerly: the pools are small so that requests must be retracted.
+            "schedule_conservativeness": 0.1,
             "chunked_prefill_size": 512,
         }
         self.sglang = Emulated(**(arguments | options))

@@ -49,7 +49,7 @@ class EngineSeams:
         forward, mode = self.of(runner), batch.forward_mode
         forward.book.forwards[mode.name.lower()] += 1
         if mode.is_idle():
-            logits = torch.zeros((0, forward.pools.config.model.vocab_size), dtype=torch.float64)
+            logits = torch.zeros((0, forward.spec.vocab_size), dtype=torch.float64)
         else:
             count = batch.batch_size
             if mode.is_target_verify():
@@ -75,6 +75,7 @@ class EngineSeams:
 
         torch.set_num_threads(1)
         ATTENTION_BACKENDS["dsv4"] = no_attention
+        _give_float64_pools()
         seams = self
 
         def forward_raw(runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -110,6 +111,30 @@ class EngineSeams:
     def tamper(self, scheduler: Any, name: str) -> None:
         """From now on forwards see tables or states that ``name`` spoils; an empty name ends it."""
         self.of(scheduler.tp_worker.model_runner).tamper = TAMPERS[name]() if name else None
+
+
+def _give_float64_pools() -> None:
+    """Let our KV pool keep rows and states in float64; SGLang has no name for a cache of that type."""
+    from sglang.srt.hardware_backend.npu.dsv4 import dsv4_memory_pool
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+    theirs = KVCacheConfigurator._build_dsv4_kv_pool
+
+    def build(configurator: Any, **arguments: Any) -> Any:
+        from dsv4_npu.sglang.kv_pool import KVPool
+
+        if not issubclass(dsv4_memory_pool.DSV4NPUTokenToKVPool, KVPool):
+            return theirs(configurator, **arguments)
+        named = configurator.kv_cache_dtype
+        configurator.kv_cache_dtype = torch.float64
+        try:
+            return theirs(
+                configurator, **(arguments | {"c4_state_dtype": torch.float64, "c128_state_dtype": torch.float64})
+            )
+        finally:
+            configurator.kv_cache_dtype = named
+
+    KVCacheConfigurator._build_dsv4_kv_pool = build
 
 
 def _name(thing: Any) -> str:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from dsv4_npu.sglang.engine_forward import EngineForward, Piece, Tamper
 
 
-def swapped_sidecar() -> Tamper:
-    """The first two C128 pages of every request change places."""
+def wrong_c128_page() -> Tamper:
+    """The first sidecar column of every request names the page beside its own."""
 
     def tamper(_forward: EngineForward, tables: Tables, _rows: Sequence[int], piece: Piece) -> Tables:
         if max(piece.lengths) > 1:
             return tables
         sidecar = tables.c128_table.clone()
-        sidecar[:, :2] = sidecar[:, :2].flip(1)
+        sidecar[:, 0] = torch.where(sidecar[:, 0] > 1, sidecar[:, 0] - 1, sidecar[:, 0] + 1)
         return replace(tables, c128_table=sidecar)
 
     return tamper
@@ -41,14 +41,17 @@ def shifted_swa() -> Tamper:
     return tamper
 
 
-def swapped_full() -> Tamper:
-    """The first two FULL pages of every request change places: C4 entries and the window come from elsewhere."""
+def doubled_full_page() -> Tamper:
+    """The second FULL page of every request is read twice, the first one never.
+
+    Exchanging them would change nothing: entries carry their positions, so attention does not see their order.
+    """
 
     def tamper(_forward: EngineForward, tables: Tables, _rows: Sequence[int], piece: Piece) -> Tables:
         if max(piece.lengths) > 1:
             return tables
         pages = tables.block_table.clone()
-        pages[:, :2] = pages[:, :2].flip(1)
+        pages[:, 0] = pages[:, 1]
         return replace(tables, block_table=pages)
 
     return tamper
@@ -90,5 +93,5 @@ def no_c128_state() -> Tamper:
 
 
 TAMPERS: dict[str, Callable[[], Tamper]] = {
-    make.__name__: make for make in (swapped_sidecar, shifted_swa, swapped_full, no_overlap_rows, no_c128_state)
+    make.__name__: make for make in (wrong_c128_page, shifted_swa, doubled_full_page, no_overlap_rows, no_c128_state)
 }
