@@ -35,3 +35,9 @@ class Replica:
     def agree(self, result: VerifyResult, seq_lens: torch.Tensor) -> VerifyResult:
         """Rank 0's result instead of this rank's own; see :meth:`~dsv4_npu.spec.ranks.RankSync.agree`."""
         return self.sync.agree(result, seq_lens)
+
+    def agree_first(self, tokens: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tokens int64 ``[bs]`` behind prompts of ``seq_lens``: a verify of roots alone."""
+        rows = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+        mine = VerifyResult(tokens.to(torch.int32), rows[:, None], torch.ones_like(rows))
+        return self.agree(mine, seq_lens).predict.to(torch.int64)

@@ -26,6 +26,7 @@ from dsv4_npu.emulation.forward import (
     plan_batch,
     plan_batch_on_device,
 )
+from dsv4_npu.emulation.replica import Replica
 from dsv4_npu.emulation.requests import EngineOptions
 from dsv4_npu.emulation.stages import StageRounds
 from dsv4_npu.emulation.states import StateKeeper
@@ -76,6 +77,7 @@ class DeviceRounds:
         lengths, roots: int64 ``[request rows + 1]``; committed length and root token of each request row as the
             device knows them.
         stages: the draft stages, where they have memory of their own.
+        replica: this rank's end of a tensor-parallel group, where there is one.
     """
 
     def __init__(self, pools: DSV4Pools, tables: Tables, pooled: PooledModel, states: StateKeeper, seed: int) -> None:
@@ -85,6 +87,7 @@ class DeviceRounds:
         self.lengths = torch.zeros(tables.block_table.shape[0], dtype=torch.int64, device=self.device)
         self.roots = torch.zeros_like(self.lengths)
         self.stages: StageRounds | None = None
+        self.replica: Replica | None = None
         self._coins = torch.Generator().manual_seed(seed)
         self._rows: tuple[list[int], torch.Tensor] = ([], self.lengths[:0])
 
@@ -112,7 +115,10 @@ class DeviceRounds:
         prompt = sent[4:].t()
         logits = self.pooled.forward(prompt, plan)
         last = logits[torch.arange(len(rows), device=self.device), length - 1]
-        tokens = self._first_tokens(last, options)
+        if self.replica is None:
+            tokens = self._first_tokens(last, options)
+        else:
+            tokens = self.replica.agree_first(self._first_tokens(self.replica.disturb(last), options), start + length)
         self.lengths.index_put_((row,), start + length)
         self.roots.index_put_((row,), tokens.clamp_min(0))
         if self.stages is not None:
@@ -139,7 +145,11 @@ class DeviceRounds:
         drafts = self._draft(batch, root, options, drafter, histories)
         candidates = torch.cat((root[:, None], drafts.tokens.to(self.device)), dim=1)
         logits = self.pooled.forward(candidates, self._plan(batch))
-        result = self._accept(candidates, logits, drafts, options)
+        if self.replica is None:
+            result = self._accept(candidates, logits, drafts, options)
+        else:
+            result = self._accept(candidates, self.replica.disturb(logits), drafts, options)
+            result = self.replica.agree(result, start)
         if options.clear and width > 1:
             self.states.clear_rejected(row, start, result.accept_lens, width)
         bonus = torch.empty_like(root)

@@ -145,7 +145,8 @@ class TreeRounds:
         layout = tree_layout(torch.full_like(root, -1))
         seen = self._seen(logits)[:, None]
         result = self._draw(root, layout, seen, 1) if self.options.sampled else self._choose(root, layout, seen, 1)
-        return self._agreed(result, seq_lens).predict.to(torch.int64)
+        tokens = result.predict.to(torch.int64)
+        return tokens if self.replica is None else self.replica.agree_first(tokens, seq_lens)
 
     def _accept(self, candidates: torch.Tensor, layout: TreeLayout, logits: torch.Tensor) -> VerifyResult:
         options, depth = self.options, self.spec.depth
