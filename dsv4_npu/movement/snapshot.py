@@ -20,7 +20,8 @@ from dsv4_npu.pools import DSV4Pools
 class Snapshot:
     """Everything that belongs to a request at ``length``, without a page, slot or ring address in it.
 
-    ``digest``: of the first ``length`` tokens, so that it is restored for this history only. ``layout``: row formats.
+    ``digest``: of the first ``length`` tokens, so that it is restored for this history only, and of the token behind
+    them where rows of an MTP stage depend on it. ``layout``: row formats.
     """
 
     length: int
@@ -44,7 +45,8 @@ def take_snapshot(pools: DSV4Pools, alloc: KVAllocator, request: Request) -> Sna
 
     Raises:
         OwnershipError: no row, forwards that are not learned, a hole, or live compressor rows that are not proved to
-            be in their rings (after a discarded verify): such a request is to be recomputed.
+            be in their rings (after a discarded verify), or no token behind the last position although its rows depend
+            on one: such a request is to be recomputed.
     """
     if request.state not in WITH_ROW:
         raise OwnershipError(f"snapshot: request {request.rid!r} is {request.state.value}: it has no row")
@@ -55,8 +57,23 @@ def take_snapshot(pools: DSV4Pools, alloc: KVAllocator, request: Request) -> Sna
         raise OwnershipError(
             f"snapshot: request {request.rid!r} at {length}: its compressor rows are not all in their rings"
         )
+    named = length + request.log.rules.lookahead
+    if named > len(request):
+        raise OwnershipError(
+            f"snapshot: request {request.rid!r} at {length}: the token behind it is not known, "
+            "and a draft stage's last row depends on it"
+        )
     rows = read_rows(pools, alloc, request.row, length)
-    return Snapshot(length, digest_of(request, length), layout_of(pools), rows)
+    return Snapshot(length, digest_of(request, named), layout_of(pools), rows)
+
+
+def _same_history(pools: DSV4Pools, request: Request, snapshot: Snapshot) -> bool:
+    """Whether the snapshot's rows are those of the request's tokens."""
+    target = pools.config.model.num_layers
+    staged = all(layers > target for layers, _, _ in snapshot.layout["swa"])
+    if request.log.rules.lookahead and staged:
+        return snapshot.digest == digest_of(request, snapshot.length + 1)
+    return snapshot.digest in (digest_of(request, snapshot.length), digest_of(request, snapshot.length + 1))
 
 
 def restore_snapshot(pools: DSV4Pools, life: Lifecycle, request: Request, snapshot: Snapshot) -> int:
@@ -79,7 +96,7 @@ def restore_snapshot(pools: DSV4Pools, life: Lifecycle, request: Request, snapsh
         )
     check_layout(snapshot.layout, pools)
     check_rows(pools, length, snapshot.rows)
-    if length >= len(request) or snapshot.digest != digest_of(request, length):
+    if length >= len(request) or not _same_history(pools, request, snapshot):
         raise InputError(f"restore: the snapshot of {length} tokens is none of request {request.rid!r}'s history")
     if length <= request.cached:
         return request.cached
