@@ -16,6 +16,7 @@ COMMANDS = {
         "decode text speculatively from the pools on a CPU and compare with the oracle",
     ),
     "replay": ("dsv4_npu.replay.cli", "serve a request trace through the allocator and report what its memory did"),
+    "doctor": ("dsv4_npu.doctor.command", "what is installed, whether it fits together, and what mends it"),
     "plan": ("dsv4_npu.planning.command", "how many tokens and requests of full context a deployment holds, and why"),
 }
 
