@@ -34,6 +34,14 @@ class EmulatedPlatform(CpuSRTPlatform):  # type: ignore[misc]
         """Called in each scheduler process before its pools are sized."""
         verify_applied()
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """What SGLang allows for DeepSeek-V4; the draft model is computed like the target."""
+        return algorithm in ("EAGLE", "DSPARK")
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        """DeepSeek-V4's own attention, on which both algorithms draft."""
+        return backend == "dsv4"
+
     def get_paged_allocator_cls(self) -> type | None:
         """SGLang's torch allocator: no Triton kernel is launched on this platform."""
         verify_applied()
