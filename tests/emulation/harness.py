@@ -34,6 +34,7 @@ class Setting:
     clear: bool = True
     prefix_cache: bool = True
     poison: bool = True
+    native: bool = False
 
 
 class Bench:
@@ -79,8 +80,8 @@ class Bench:
             c128_page_size=setting.c128_page,
             context_len=setting.context,
             request_rows=setting.batch,
-            kv_row="fp64",
-            indexer_row="fp64",
+            kv_row=None if setting.native else "fp64",
+            indexer_row=None if setting.native else "fp64",
             emulated_kernels=True,
         )
         sizes: PoolSizes = sizes_for_tokens(config, setting.batch * config.width, setting.swa_ratio)
@@ -96,7 +97,9 @@ class Bench:
         )
         if setting.poison:
             for slab in (engine.pools.swa, engine.pools.c4, engine.pools.index, engine.pools.c128):
-                slab.data.fill_(float("nan"))
+                for tensor in slab.tensors():
+                    # All bits set: NaN in every float format; an int8 row has it in its scale.
+                    tensor.view(torch.uint8).fill_(0xFF)
         return engine
 
     def run(

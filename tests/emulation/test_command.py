@@ -48,6 +48,39 @@ def test_a_wrong_output_gives_status_1(prompts: str, monkeypatch: pytest.MonkeyP
     assert main(["run", "--prompts", prompts, "--max-new-tokens", "3"]) == 1
 
 
+def test_native_rows_are_compared_with_a_plain_decode(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.html"
+    options = ["--prompts", prompts, "--max-new-tokens", "8", "--platform", "a5", "--rows", "native"]
+    files = ["--json", str(out), "--report", str(picture)]
+    assert main(["run", *options, "--drafter", "scripted", *files]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["reference"] == "a plain decode over the same rows"
+    assert "rows fp8_packed, keys fp8_fp32" in run["label"]
+    natives = [request["native"] for request in run["requests"]]
+    calls = sum(len(one["close_calls"]) for one in natives)
+    assert calls > 0
+    assert f"{calls} outputs have a top-2 margin within the rows' error, 0 of them differ" in shown
+    assert all(one["max_row_error"] > 1e-3 for one in natives)
+    assert max(max(request["accept_histogram"], key=int) for request in run["requests"]) == "4"
+    assert "those of a plain decode over the same rows" in picture.read_text()
+
+    real = Engine.run
+
+    def wrong(self: Engine) -> list[object]:
+        runs = real(self)
+        if self.config.verify_width > 1:
+            settled = {c["position"] for c in natives[0]["close_calls"]}
+            at = next(i for i in range(8) if i not in settled)
+            runs[0].outputs[at] = (runs[0].outputs[at] + 1) % 320
+        return runs  # type: ignore[return-value]
+
+    monkeypatch.setattr(Engine, "run", wrong)
+    assert main(["run", *options]) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -56,6 +89,7 @@ def test_a_wrong_output_gives_status_1(prompts: str, monkeypatch: pytest.MonkeyP
         (["--c128-page-size", "3"], "--c128-page-size = 3; a power of two"),
         (["--page-size", "100"], "--page-size = 100"),
         (["--temperature", "0.5"], "--temperature 0.5 with greedy"),
+        (["--rows", "native", "--accept", "rejection", "--temperature", "1"], "--rows native"),
         (["--temperature", "-1"], "--temperature -1"),
         (["--model", "nothing"], "'nothing' is not known"),
         (["--prompts", "/nowhere/p.txt"], "/nowhere/p.txt"),
