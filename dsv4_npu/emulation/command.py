@@ -26,9 +26,10 @@ from dsv4_npu.emulation.oracle import Oracle
 from dsv4_npu.emulation.picture import RunPicture, report_path
 from dsv4_npu.emulation.printing import print_result, print_summary
 from dsv4_npu.emulation.result import RunResult, summarise
+from dsv4_npu.emulation.stages import OwnDrafter
+from dsv4_npu.emulation.stages.command import SPECS, drafter_of, model_of, own_drafter, rule_of
 from dsv4_npu.errors import ConfigError
 from dsv4_npu.options import (
-    DEFAULT_DRAFTS,
     OPTIONS,
     check_outputs,
     drafts_for,
@@ -57,10 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--platform", action="append", choices=("a2", "a3", "a5", "cpu"), help="may be repeated (default: a3)"
     )
     parser.add_argument(
-        "--spec", action="append", choices=tuple(DEFAULT_DRAFTS), help="may be repeated (default: chain)"
+        "--spec",
+        action="append",
+        choices=SPECS,
+        help="may be repeated (default: chain); mtp: a chain from the model's own stage, see docs/draft-stages.md",
     )
-    parser.add_argument("--draft-tokens", type=int, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
-    parser.add_argument("--drafter", choices=("ngram", "early-exit", "scripted"), default="early-exit")
+    parser.add_argument("--draft-tokens", type=int, help="drafts per verify; D is one more (chain, mtp: 3, dspark: 5)")
+    parser.add_argument(
+        "--drafter",
+        choices=("ngram", "early-exit", "scripted", "own"),
+        help="own: the model's draft stages, with memory of their own (default: early-exit, and own for mtp)",
+    )
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="text file, one prompt per paragraph")
     parser.add_argument("--batch", type=whole(1, MAX_BATCH), default=4, help="requests that run at once")
     parser.add_argument("--max-new-tokens", type=positive, default=32)
@@ -91,11 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def deployment(args: argparse.Namespace, model: ModelSpec, platform: str, spec: str, longest: int) -> CacheConfig:
     """The cache configuration that the options describe, for prompts of up to ``longest`` tokens."""
-    drafts = drafts_for(spec, None if spec == "none" else args.draft_tokens)
+    rule = rule_of(spec)
+    drafts = drafts_for(rule, None if spec == "none" else args.draft_tokens)
     return CacheConfig(
-        model,
+        model_of(model, spec, drafter_of(args.drafter, spec)),
         PlatformSpec.load(platform),
-        SpeculationSpec(spec, drafts),  # type: ignore[arg-type]
+        SpeculationSpec(rule, drafts),
         page_size=args.page_size,
         c128_page_size=args.c128_page_size,
         context_len=longest + args.max_new_tokens,
@@ -147,10 +156,10 @@ def run(args: argparse.Namespace) -> int:
             f"--rows native with --temperature {args.temperature}: tokens are compared with a plain greedy decode; "
             "use --temperature 0"
         )
-    if args.overlap and args.drafter != "early-exit" and args.spec != ["none"]:
+    if args.overlap and args.drafter in ("ngram", "scripted") and args.spec != ["none"]:
         raise ConfigError(
             f"--overlap with --drafter {args.drafter}: it looks at the history, which the host has one round late; "
-            "use --drafter early-exit"
+            "use --drafter early-exit or own"
         )
     if args.device == emulated.NAME:
         emulated.activate()
@@ -171,8 +180,8 @@ def run(args: argparse.Namespace) -> int:
     model = build_model(spec_model, args.seed)
     oracle = Oracle(model)
     results = []
-    for config in configs:
-        result = _run_one(args, console, model, oracle, config, prompts)
+    for config, (_, spec) in zip(configs, combinations, strict=True):
+        result = _run_one(args, console, model, oracle, config, spec, prompts)
         results.append(result)
         print_result(console, result)
     if args.json:
@@ -188,11 +197,12 @@ def _run_one(
     model: Any,
     oracle: Oracle,
     config: CacheConfig,
+    name: str,
     prompts: list[list[int]],
 ) -> RunResult:
-    spec = config.speculation
-    label = f"{config.model.name} on {config.platform.name}, {spec.kind}" + (
-        f" D={spec.verify_width}, {args.drafter} drafts" if spec.speculative else ""
+    spec, source = config.speculation, drafter_of(args.drafter, name)
+    label = f"{config.model.name} on {config.platform.name}, {name}" + (
+        f" D={spec.verify_width}, {source} drafts" if spec.speculative else ""
     )
     if args.accept == "rejection":
         label += f", rejection sampling at temperature {args.temperature:g}"
@@ -215,14 +225,14 @@ def _run_one(
     if args.rows == "native":
         plain = PlainDecode(model, config, options)
         plain.prepare(prompts, args.max_new_tokens + spec.verify_width)
-    drafter: Drafter | None = None
+    drafter: Drafter | OwnDrafter | None = None
     if spec.verify_width > 1:
-        scripted = args.drafter == "scripted"
-        drafter = (
-            scripted_drafter(plain or oracle, prompts, config.model.vocab_size)
-            if scripted
-            else make_drafter(args.drafter)
-        )
+        if source == "own":
+            drafter = own_drafter(model, config.model, name, args.seed)
+        elif source == "scripted":
+            drafter = scripted_drafter(plain or oracle, prompts, config.model.vocab_size)
+        else:
+            drafter = make_drafter(source)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -252,5 +262,5 @@ def _run_one(
         result = summarise(engine, requests, oracle, label, bool(args.temperature), seconds, plain)
         if args.report:
             several = len(args.platform or [0]) * len(args.spec or [0]) > 1
-            picture.write(result, report_path(args.report, config.platform.name, spec.kind, several))
+            picture.write(result, report_path(args.report, config.platform.name, name, several))
         return result

@@ -211,26 +211,14 @@ def test_eviction_by_what_the_target_reads(mtp: StageBench, monkeypatch: Patch) 
     assert evicted_for_the_target_alone(mtp, monkeypatch)
 
 
-def test_stages_on_a_mapping_that_eviction_does_not_reach(stages: StageBench, monkeypatch: Patch) -> None:
-    """A mapping of their own, in which a page stays mapped when its SWA page is freed and given to somebody else."""
-
-    def run() -> bool:
-        setting = replace(SHARED, prefix_cache=False, swa_ratio=0.4, context=390, batch=1)
-        watched = stages.own(setting, mixed(4))
-        for length in (370, 250, 140):
-            watched.engine.submit(words(length, length), 3)
-        return wrong_proposals(watched)
-
-    assert not run()
-    real, kept = module.plan_batch_on_device, {}
-
-    def sticky(pools: Any, tables: Any, *rest: Any) -> Any:
-        now = tables.full_to_swa
-        kept["map"] = torch.where(kept.get("map", now) > 0, kept.get("map", now), now)
-        return real(pools, replace(tables, full_to_swa=kept["map"]), *rest)
-
-    monkeypatch.setattr(module, "plan_batch_on_device", sticky)
-    assert run()
+def test_nothing_is_read_on_pages_that_were_given_back(stages: StageBench) -> None:
+    """NaN in all layers of every page that nobody holds, after each round."""
+    setting = replace(SHARED, prefix_cache=False, width=6, swa_ratio=0.4, context=500, batch=2)
+    watched = stages.own(setting, mixed(6))
+    watched.engine.on_round = poison
+    for length in (380, 250):
+        watched.engine.submit(words(length, length), 12)
+    assert not wrong_proposals(watched)
 
 
 @pytest.mark.parametrize("rule", ["prefix", "session"])
