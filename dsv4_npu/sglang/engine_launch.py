@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 import tempfile
 from functools import partial
@@ -39,13 +40,16 @@ _SGLANG_KEYS: dict[str, Any] = {
 DEFAULT_SETUP = ForwardSetup()
 
 
-def write_model(spec: ModelSpec, folder: Path) -> Path:
-    """A folder with the ``config.json`` by which SGLang makes its own, empty object of the model ``spec``."""
+def write_model(spec: ModelSpec, folder: Path, drafts: int = 0) -> Path:
+    """A folder with the ``config.json`` by which SGLang makes its own, empty object of the model ``spec``.
+
+    drafts: draft layers (MTP) of that object, 0 or 1.
+    """
     raw = {key: value for key, value in spec.raw.items() if key not in ("name", "dspark_block_size")}
     raw.update(
         _SGLANG_KEYS,
-        compress_ratios=list(spec.compress_ratios[: spec.num_layers]),
-        num_nextn_predict_layers=0,
+        compress_ratios=list(spec.compress_ratios[: spec.num_layers]) + [0] * drafts,
+        num_nextn_predict_layers=drafts,
         qk_nope_head_dim=spec.nope_dim,
         v_head_dim=spec.head_dim,
         kv_lora_rank=spec.head_dim,
@@ -62,13 +66,14 @@ class EmulatedEngine:
 
     Args:
         setup: the model; its ``record`` is set here.
+        start_method: "spawn", as SGLang starts its processes, or "fork", which saves them the imports.
         options: further arguments of SGLang's server, over those that the emulation needs.
 
     Raises:
         UnavailableError: SGLang is not installed.
     """
 
-    def __init__(self, setup: ForwardSetup = DEFAULT_SETUP, **options: Any) -> None:
+    def __init__(self, setup: ForwardSetup = DEFAULT_SETUP, start_method: str = "spawn", **options: Any) -> None:
         try:
             from sglang.srt.entrypoints.engine import Engine
         except ImportError as error:
@@ -83,8 +88,14 @@ class EmulatedEngine:
         class Emulated(Engine):  # type: ignore[misc]
             run_scheduler_process_func = staticmethod(partial(run_scheduler, self.setup))
 
+            @classmethod
+            def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+                # SGLang has just set "spawn" for the whole process; the detokenizer follows the scheduler.
+                multiprocessing.set_start_method(start_method, force=True)
+                return super()._launch_scheduler_processes(*args, **kwargs)
+
         arguments: dict[str, Any] = {
-            "model_path": str(write_model(self.spec, folder / "model")),
+            "model_path": str(write_model(self.spec, folder / "model", 1 if setup.draft_tokens else 0)),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "device": "cpu",
@@ -99,6 +110,13 @@ class EmulatedEngine:
             "schedule_conservativeness": 0.1,
             "chunked_prefill_size": 512,
         }
+        if setup.draft_tokens:
+            arguments |= {
+                "speculative_algorithm": "EAGLE",
+                "speculative_num_steps": setup.draft_tokens,
+                "speculative_eagle_topk": 1,
+                "speculative_num_draft_tokens": setup.draft_tokens + 1,
+            }
         self.sglang = Emulated(**(arguments | options))
 
     def generate(self, prompts: list[list[int]], max_new: int | list[int], **options: Any) -> list[dict[str, Any]]:

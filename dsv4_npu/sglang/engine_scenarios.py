@@ -123,8 +123,8 @@ class Scenarios:
         return self._run("shared tokens below a group", [self.history[:1500] + self.prompter.tokens(30)], 6)
 
     def retracted(self) -> list[Outcome]:
-        """Four requests that fill the pools to the last page and want more: some are retracted and start again."""
-        return self._run("retraction", [self.prompter.tokens(1010) for _ in range(4)], 24)
+        """Three requests that fill the pools to the last page and want more: some are retracted and start again."""
+        return self._run("retraction", [self.prompter.tokens(1270) for _ in range(3)], 16)
 
     def aborted(self) -> list[Outcome]:
         """One of two running requests is aborted after some tokens; the other one, and the next one, are unharmed."""

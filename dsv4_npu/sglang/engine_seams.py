@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dsv4_npu.sglang.engine_drafts import draft
 from dsv4_npu.sglang.engine_forward import EngineForward, ForwardSetup
 from dsv4_npu.sglang.engine_tampers import TAMPERS
 
@@ -42,40 +43,56 @@ class EngineSeams:
         pool.clear_request_scoped_state = clear
 
     def run(self, runner: Any, batch: Any) -> Any:
-        """``ModelRunner._forward_raw`` of a target model: logits ``[rows to sample, V]`` in float64."""
+        """``ModelRunner._forward_raw``: float64 logits ``[rows to sample, V]`` of the target or of its drafter."""
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
         from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
         forward, mode = self.of(runner), batch.forward_mode
-        forward.book.forwards[mode.name.lower()] += 1
-        if mode.is_idle():
-            logits = torch.zeros((0, forward.spec.vocab_size), dtype=torch.float64)
+        name = mode.name.lower()
+        if runner.is_draft_worker:
+            forward.book.forwards[f"draft {name}"] += 1
+            logits = draft(forward, batch)
         else:
-            count = batch.batch_size
-            if mode.is_target_verify():
-                width = batch.spec_info.draft_token_num
-                starts, lengths, keep = batch.seq_lens.tolist(), [width] * count, width
-            elif mode.is_decode():
-                starts, lengths, keep = (batch.seq_lens - 1).tolist(), [1] * count, 1
-            else:
-                starts, lengths, keep = list(batch.extend_prefix_lens_cpu), list(batch.extend_seq_lens_cpu), 1
-            rids = batch.rids or [str(row) for row in batch.req_pool_indices.tolist()]
-            logits = torch.cat(
-                forward.compute(
-                    rids, batch.req_pool_indices.tolist(), starts, lengths, batch.input_ids, batch.out_cache_loc, keep
-                )
-            )
-        return ModelRunnerOutput(logits_output=LogitsProcessorOutput(next_token_logits=logits), can_run_graph=False)
+            forward.book.forwards[name] += 1
+            logits = self._target(forward, batch)
+        out = LogitsProcessorOutput(next_token_logits=logits)
+        if self.setup.draft_tokens:
+            # The drafter has no use for hidden states, but the worker hands them on.
+            count = len(logits) if runner.is_draft_worker else len(batch.input_ids)
+            out.hidden_states = torch.zeros((count, runner.model_config.hidden_size))
+        return ModelRunnerOutput(logits_output=out, can_run_graph=False)
+
+    @staticmethod
+    def _target(forward: EngineForward, batch: Any) -> torch.Tensor:
+        mode, count = batch.forward_mode, batch.batch_size
+        if mode.is_idle():
+            return torch.zeros((0, forward.spec.vocab_size), dtype=torch.float64)
+        if mode.is_target_verify():
+            width = batch.spec_info.draft_token_num
+            starts, lengths, keep = batch.seq_lens.tolist(), [width] * count, width
+        elif mode.is_decode():
+            starts, lengths, keep = (batch.seq_lens - 1).tolist(), [1] * count, 1
+        else:
+            starts, lengths, keep = list(batch.extend_prefix_lens_cpu), list(batch.extend_seq_lens_cpu), 1
+        rows = batch.req_pool_indices.tolist()
+        rids = batch.rids or [str(row) for row in rows]
+        return torch.cat(forward.compute(rids, rows, starts, lengths, batch.input_ids, batch.out_cache_loc, keep))
 
     def install(self) -> None:
         """Replace the seams in this process; before SGLang's scheduler is made."""
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
         torch.set_num_threads(1)
         ATTENTION_BACKENDS["dsv4"] = no_attention
+        DraftBackendFactory.create_decode_backend = no_draft_attention
+        DraftBackendFactory.create_draft_extend_backend = no_attention
         _give_float64_pools()
+        if not hasattr(torch.cpu, "empty_cache"):
+            # SGLang calls it of any device once the draft model shares the target's head.
+            vars(torch.cpu)["empty_cache"] = lambda: None
         seams = self
 
         def forward_raw(runner: Any, batch: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -152,6 +169,21 @@ def no_attention(runner: Any) -> Any:
             """Nothing to plan."""
 
     return NoAttention()
+
+
+class _Steps:
+    """One attention backend per draft step, as the EAGLE worker holds them."""
+
+    def __init__(self, steps: int) -> None:
+        self.attn_backends = [no_attention(None) for _ in range(steps)]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Nothing to plan."""
+
+
+def no_draft_attention(factory: Any) -> _Steps:
+    """The backends of the draft steps, which compute nothing either."""
+    return _Steps(factory.speculative_num_steps)
 
 
 def run_scheduler(setup: ForwardSetup, *args: Any, **kwargs: Any) -> Any:
