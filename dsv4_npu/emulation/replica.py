@@ -32,9 +32,11 @@ class Replica:
         self.largest_noise = max(self.largest_noise, float(noise.abs().max()) if noise.numel() else 0.0)
         return logits + noise
 
-    def agree(self, result: VerifyResult, seq_lens: torch.Tensor) -> VerifyResult:
+    def agree(
+        self, result: VerifyResult, seq_lens: torch.Tensor, candidates: torch.Tensor | None = None
+    ) -> VerifyResult:
         """Rank 0's result instead of this rank's own; see :meth:`~dsv4_npu.spec.ranks.RankSync.agree`."""
-        return self.sync.agree(result, seq_lens)
+        return self.sync.agree(result, seq_lens, candidates)
 
     def agree_first(self, tokens: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """Rank 0's tokens int64 ``[bs]`` behind prompts of ``seq_lens``: a verify of roots alone."""

@@ -149,7 +149,7 @@ class DeviceRounds:
             result = self._accept(candidates, logits, drafts, options)
         else:
             result = self._accept(candidates, self.replica.disturb(logits), drafts, options)
-            result = self.replica.agree(result, start)
+            result = self.replica.agree(result, start, candidates)
         if options.clear and width > 1:
             self.states.clear_rejected(row, start, result.accept_lens, width)
         bonus = torch.empty_like(root)

@@ -15,12 +15,21 @@ from dsv4_npu.spec.verify import VerifyResult
 
 #: What travels, in this order: one of them less, and a rank mixes its own decision with that of rank 0.
 PARTS = ("predict", "accept_index", "accept_token_num")
-#: Numbers in front of the parts: round, requests, rows per request, width of accept_index.
-_HEADER = ("round", "requests", "verify width D", "accept_index width")
+#: Numbers in front of the parts, in which all ranks must agree beforehand.
+_HEADER = ("round", "requests", "verify width D", "accept_index width", "digest of the drafts")
+#: Modulus and base of the digest: products of int64 stay exact.
+_MODULUS, _BASE = 2**31 - 1, 48271
 
 
 def _part(result: VerifyResult, name: str) -> torch.Tensor:
     return result.accept_lens - 1 if name == "accept_token_num" else getattr(result, name)
+
+
+def _digest(candidates: torch.Tensor) -> torch.Tensor:
+    """A number that tells lists of tokens apart: each token times a weight of its place."""
+    flat = candidates.flatten().to(torch.int64) + 2
+    place = torch.arange(1, flat.numel() + 1, device=flat.device) * _BASE % _MODULUS
+    return (flat * place % _MODULUS).sum() % _MODULUS
 
 
 class RankSync:
@@ -70,17 +79,21 @@ class RankSync:
         """Rounds in which this rank would have accepted something else than rank 0; reads the device."""
         return int(self._overruled)
 
-    def agree(self, result: VerifyResult, seq_lens: torch.Tensor) -> VerifyResult:
+    def agree(
+        self, result: VerifyResult, seq_lens: torch.Tensor, candidates: torch.Tensor | None = None
+    ) -> VerifyResult:
         """Rank 0's result, on every rank.
 
         Args:
             result: what this rank would have accepted, for the same requests in the same order.
             seq_lens: int64 ``[bs]``; committed lengths before the verify. All ranks must have the same.
+            candidates: int64 ``[bs, D]``, what was verified. A rank that verified other drafts holds other KV behind
+                the same tokens, which no comparison of outputs would show; None where there are no drafts.
 
         Raises:
             InputError: a batch, D or W above the sizes of this object, before anything is sent.
-            AuditError: this rank's round, batch, D, W or a length differs from rank 0's. On a device, where looking
-                would stop the host, :meth:`check` raises it.
+            AuditError: this rank's round, batch, D, W, drafts or a length differ from rank 0's. On a device, where
+                looking would stop the host, :meth:`check` raises it.
         """
         batch, depth = result.accept_index.shape
         width = result.predict.numel() // batch if batch else 0
@@ -88,7 +101,10 @@ class RankSync:
             if value > most:
                 raise InputError(f"{name} = {value}: at most {most} was agreed on")
         self.rounds += 1
-        header = torch.tensor([self.rounds, batch, width, depth], dtype=torch.int32).to(self.device, non_blocking=True)
+        header = torch.tensor([self.rounds, batch, width, depth, 0], dtype=torch.int32)
+        header = header.to(self.device, non_blocking=True)
+        if candidates is not None:
+            header[-1] = _digest(candidates)
         mine = torch.zeros(self._size, dtype=torch.int32, device=self.device)
         own = torch.cat([header, seq_lens.to(torch.int32), *(_part(result, name).flatten() for name in PARTS)])
         mine[: own.numel()] = own

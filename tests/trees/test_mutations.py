@@ -151,8 +151,8 @@ def test_stride_d_instead_of_the_width(bench: Bench, monkeypatch: pytest.MonkeyP
     """``accept_index`` read as if its rows were D apart."""
     real = TreeRounds._agreed
 
-    def strided(self: TreeRounds, result: Any, seq_lens: torch.Tensor) -> Any:
-        result = real(self, result, seq_lens)
+    def strided(self: TreeRounds, result: Any, seq_lens: torch.Tensor, candidates: torch.Tensor) -> Any:
+        result = real(self, result, seq_lens, candidates)
         batch, depth = result.accept_index.shape
         at = torch.arange(batch)[:, None] * self.spec.width + torch.arange(depth)
         flat = result.accept_index.flatten()

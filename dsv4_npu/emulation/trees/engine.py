@@ -98,7 +98,7 @@ class TreeEngine:
             value_dim=config.head_dim,
             dtype=torch.float64,
         )
-        head = EagleHead(model, options.seed)
+        head = EagleHead(model, options.head_seed)
         self.device = TreeRounds(
             model,
             self.pool,

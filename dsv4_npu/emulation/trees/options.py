@@ -21,7 +21,7 @@ class TreeOptions:
         accept: "greedy", "target-only" (which draws with ``temperature``), or "simulated" (layout only).
         temperature: 0 makes the target's distribution one-hot.
         stop: token ids that end a request.
-        seed: of the coins.
+        seed: of the coins; head_seed: of the draft head's weights.
         simulated_length: rows accepted per round, the root included; None draws them uniformly.
         simulated_tokens: "fixed" (``simulated_token`` everywhere) or "drafts" (chains alone).
     """
@@ -32,6 +32,7 @@ class TreeOptions:
     temperature: float = 0.0
     stop: tuple[int, ...] = ()
     seed: int = 0
+    head_seed: int = 0
     simulated_length: int | None = None
     simulated_tokens: SimulatedTokens = "fixed"
     simulated_token: int = 100

@@ -103,7 +103,7 @@ class TreeRounds:
         used = torch.ones_like(candidates, dtype=torch.bool)
         plan = plan_rows(self.block_table, row, start, longest, self.pool.page, layout.depth, layout.mask, used)
         logits, hidden = self.pooled.forward(candidates.clamp_min(0), plan)
-        result = self._agreed(self._accept(candidates, layout, self._seen(logits)), start)
+        result = self._agreed(self._accept(candidates, layout, self._seen(logits)), start, candidates)
 
         bonus = torch.empty_like(root)
         ops.fill_bonus_tokens_(bonus, result.predict, result.accept_index, result.accept_lens)
@@ -136,8 +136,8 @@ class TreeRounds:
     def _seen(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.replica is None else self.replica.disturb(logits)
 
-    def _agreed(self, result: VerifyResult, seq_lens: torch.Tensor) -> VerifyResult:
-        return result if self.replica is None else self.replica.agree(result, seq_lens)
+    def _agreed(self, result: VerifyResult, seq_lens: torch.Tensor, candidates: torch.Tensor) -> VerifyResult:
+        return result if self.replica is None else self.replica.agree(result, seq_lens, candidates)
 
     def _first_tokens(self, logits: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """The token after each chunk: a tree that is only a root."""

@@ -1,0 +1,204 @@
+"""What the ranks of the tests do, each in a process of its own."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
+from dsv4_npu.errors import AuditError, Dsv4NpuError, InputError
+from dsv4_npu.spec import VerifyResult, accepted_tokens
+from dsv4_npu.spec import ranks as ranks_module
+from dsv4_npu.spec.ranks import RankSync
+from dsv4_npu.spec.trees import accept_tree_sampling, tree_layout
+
+VOCAB, WIDTH, STEPS, MOST = 5, 7, 3, 3
+
+
+def seeded(*parts: object) -> int:
+    return zlib.crc32(repr(parts).encode())
+
+
+def target(histories: Sequence[Sequence[int]], parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """A target whose every row depends on the whole path behind it."""
+    batch, width = parents.shape
+    probs = torch.empty(batch, width, VOCAB)
+    for b in range(batch):
+        paths: list[tuple[int, ...]] = []
+        for j in range(width):
+            above = int(parents[b, j])
+            paths.append((*(paths[above] if above >= 0 else tuple(histories[b][-3:])), int(tokens[b, j])))
+            gen = torch.Generator().manual_seed(seeded(paths[j], len(histories[b])))
+            probs[b, j] = torch.rand(VOCAB, generator=gen) + 0.05
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def rounds(rank: int, count: int, synced: bool = True, parts: Sequence[str] = ranks_module.PARTS) -> dict[str, Any]:
+    """Rounds of verify over a few requests: each rank with coins of its own, batches of 0 to ``MOST`` requests."""
+    before, ranks_module.PARTS = ranks_module.PARTS, tuple(parts)
+    sync = RankSync(MOST, WIDTH, STEPS + 1)
+    coins = torch.Generator().manual_seed(1000 + rank)
+    shapes = random.Random(7)
+    histories: list[list[int]] = [[b] for b in range(MOST)]
+    error = ""
+    for _ in range(count):
+        if error:
+            # It has told what it found; the others go on.
+            sync.idle()
+            continue
+        try:
+            batch = shapes.randrange(MOST + 1)
+            live = histories[:batch]
+            parents = torch.tensor(
+                [[-1] + [shapes.randrange(j) if shapes.random() < 0.9 else -1 for j in range(1, WIDTH)] for _ in live],
+                dtype=torch.int64,
+            ).view(batch, WIDTH)
+            tokens = torch.tensor([[shapes.randrange(VOCAB) for _ in range(WIDTH)] for _ in live]).view(batch, WIDTH)
+            tokens = tokens.long()
+            layout = tree_layout(parents)
+            result = accept_tree_sampling(
+                tokens,
+                layout,
+                target(live, parents, tokens),
+                torch.rand((batch, WIDTH), generator=coins),
+                torch.rand(batch, generator=coins),
+                STEPS + 1,
+            )
+            if synced:
+                result = sync.agree(result, torch.tensor([len(one) for one in live], dtype=torch.int64), tokens)
+            for history, new in zip(live, accepted_tokens(result), strict=True):
+                history.extend(new)
+        except Dsv4NpuError as found:
+            error = str(found)
+    ranks_module.PARTS = before
+    return {"histories": histories, "overruled": sync.overruled, "error": error}
+
+
+def _result(batch: int, width: int = 3, depth: int = 3, token: int = 0) -> VerifyResult:
+    index = torch.full((batch, depth), -1, dtype=torch.int32)
+    index[:, 0] = torch.arange(batch) * width
+    return VerifyResult(
+        torch.full((batch * width,), token, dtype=torch.int32), index, torch.ones(batch, dtype=torch.int32)
+    )
+
+
+def mismatches(rank: int) -> list[str]:
+    """What a rank is told when it knows something else than rank 0."""
+    sync = RankSync(4, 4, 4)
+    said = []
+    for mine, lens in (
+        (_result(2 if rank else 3), [5, 6, 7]),
+        (_result(3), [5, 9 if rank else 6, 7]),
+        (_result(2, width=4 if rank else 3), [5, 6]),
+        (_result(2, depth=2 if rank else 3), [5, 6]),
+        (_result(0 if rank else 2), [5, 6]),
+        (_result(2), [5, 6]),
+    ):
+        drafts = torch.tensor([[1, 2, 3], [1, 3, 2] if rank else [1, 2, 3]]) if len(said) == 5 else None
+        try:
+            sync.agree(mine, torch.tensor(lens[: len(mine.accept_lens)]), drafts)
+            said.append("")
+        except AuditError as error:
+            said.append(str(error))
+    sync.agree(_result(1), torch.tensor([4]))
+    try:
+        sync.agree(_result(5), torch.tensor([1] * 5))
+    except InputError as error:
+        said.append(str(error))
+    return said
+
+
+def idle(rank: int) -> dict[str, Any]:
+    """Rank 1 has no requests in one round, both have none in another; the third is an ordinary one."""
+    sync = RankSync(2, 3, 3)
+    if rank:
+        sync.idle()
+    else:
+        sync.agree(_result(2), torch.tensor([8, 9]))
+    empty = sync.agree(_result(0, width=1), torch.zeros(0, dtype=torch.int64))
+    last = sync.agree(_result(2, token=10 + rank), torch.tensor([3, 4]))
+    return {"empty": list(empty.accept_index.shape), "tokens": accepted_tokens(last), "overruled": sync.overruled}
+
+
+def fail(rank: int) -> None:
+    """One rank finds a mistake while the other waits for it."""
+    sync = RankSync(2, 3, 3)
+    sync.agree(_result(1), torch.tensor([2 + rank]))
+    sync.agree(_result(1), torch.tensor([3]))
+
+
+def die(rank: int) -> None:
+    if rank:
+        raise ValueError("no result")
+
+
+def llama(rank: int, accept: str, temperature: float) -> dict[str, Any]:
+    from dsv4_npu.emulation.replica import Replica
+    from dsv4_npu.spec.trees import TreeSpec
+    from tests.trees.harness import Bench, check_empty
+
+    bench, spec = Bench(), TreeSpec(3, 3, 9)
+    replica = Replica(RankSync(4, spec.width, spec.depth), seed=50 + rank)
+    options = {"accept": accept, "temperature": temperature, "seed": rank}
+    engine = bench.engine(spec, bench.scripted(spec) if accept == "greedy" else None, options=options, replica=replica)
+    for length in (3, 9, 12, 20, 5):
+        engine.submit(bench.prompt(length), 20)
+    runs = engine.run()
+    check_empty(engine)
+    worst = max(
+        float((torch.stack(run.logits) - bench.oracle.forced(run.prompt, run.outputs)).abs().max()) for run in runs
+    )
+    return {
+        "outputs": [run.outputs for run in runs],
+        "history": engine.history,
+        "overruled": replica.sync.overruled,
+        "noise": replica.largest_noise,
+        "error": worst,
+        "greedy": [bench.oracle.greedy(run.prompt, 20).tokens for run in runs],
+    }
+
+
+def deepseek(rank: int, accept: str, temperature: float) -> dict[str, Any]:
+    from dsv4_npu.budget import sizes_for_tokens
+    from dsv4_npu.emulation.drafters import EarlyExitDrafter
+    from dsv4_npu.emulation.engine import Engine, EngineOptions
+    from dsv4_npu.emulation.model import build_model
+    from dsv4_npu.emulation.oracle import Oracle
+    from dsv4_npu.emulation.replica import Replica
+
+    spec = ModelSpec.load("tiny")
+    model = build_model(spec, seed=0)
+    config = CacheConfig(
+        spec,
+        PlatformSpec.load("a3"),
+        SpeculationSpec("chain", 3),
+        context_len=256,
+        request_rows=2,
+        kv_row="fp64",
+        indexer_row="fp64",
+    )
+    options = EngineOptions(batch=2, accept=accept, temperature=temperature, seed=rank)  # type: ignore[arg-type]
+    engine = Engine(model, config, sizes_for_tokens(config, 2 * config.width, 1.0), EarlyExitDrafter(), options)
+    engine.device.replica = replica = Replica(RankSync(2, 4, 4), seed=50 + rank)
+    gen = torch.Generator().manual_seed(3)
+    for length in (120, 7):
+        engine.submit(torch.randint(spec.vocab_size, (length,), generator=gen).tolist(), 14)
+    runs = engine.run()
+    engine.alloc.audit()
+    oracle = Oracle(model)
+    worst = max(float((torch.stack(run.logits) - oracle.forced(run.prompt, run.outputs)).abs().max()) for run in runs)
+    return {
+        "outputs": [run.outputs for run in runs],
+        "overruled": replica.sync.overruled,
+        "noise": replica.largest_noise,
+        "error": worst,
+    }
+
+
+def play(rank: int, jobs: Sequence[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+    """Several jobs in one group, by name."""
+    return {name: globals()[job](rank, **arguments) for name, job, arguments in jobs}
