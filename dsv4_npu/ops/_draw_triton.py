@@ -39,7 +39,8 @@ def programs_per_row(batch: int, blocks: int, tile: Tiling, device: torch.device
     if tile.programs == 0 or device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device.index).multi_processor_count
-    return max(1, min(blocks, tile.programs * processors // batch))
+    most = max(1, min(blocks, tile.programs * processors // batch))
+    return cdiv(blocks, cdiv(blocks, most))  # without programs that would get no block
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,7 +59,10 @@ def plan(batch: int, vocab: int, device: torch.device, gpu: Tiling) -> tuple[int
     return parts, constants
 
 
-POOL = 2**18
+SPREAD = tl.constexpr(
+    8
+)  # words from one counter to the next: in one sector of the cache they would wait for each other
+POOL = 2**19
 _pools: list[torch.Tensor] = []  # kept for ever: a captured graph holds addresses, not references
 _taken = POOL
 _by_stream: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -82,14 +86,15 @@ def meeting_place(batch: int, blocks: int, device: torch.device) -> tuple[torch.
     memory; each call in a captured graph gets its own, for the graph may be replayed on any stream.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        counters = _zeros(batch, device) if device.type == "cuda" else torch.zeros(batch, dtype=torch.int32)
+        words = batch * SPREAD.value
+        counters = _zeros(words, device) if device.type == "cuda" else torch.zeros(words, dtype=torch.int32)
         return torch.empty(batch * blocks, dtype=torch.float32, device=device), counters
     room = next_power_of_2(batch)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index), room, blocks)
     known = _by_stream.get(key)
     if known is None:
         masses = torch.empty(room * blocks, dtype=torch.float32, device=device)
-        known = _by_stream[key] = masses, _zeros(room, device)
+        known = _by_stream[key] = masses, _zeros(room * SPREAD.value, device)
     return known
 
 
@@ -102,10 +107,11 @@ def last_to_arrive(masses, counters, request, parts, mass, start, end, blocks, B
     n = tl.arange(0, BLOCKS)
     tl.store(masses + request * BLOCKS + n, mass, mask=(n >= start) & (n < end))
     tl.debug_barrier()
-    before = tl.atomic_add(counters + request, 1, sem="acq_rel")
+    counter = counters + request * SPREAD
+    before = tl.atomic_add(counter, 1, sem="acq_rel")
     last = tl.where(before == parts - 1, 1, 0)
     if last > 0:
-        tl.store(counters + request, 0)
+        tl.store(counter, 0)
         tl.debug_barrier()
         mass = tl.load(masses + request * BLOCKS + n, mask=n < blocks, other=0.0, cache_modifier=".cg")
     return last, mass

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsv4_npu import ops
+from dsv4_npu.ops import _registry
 
 RUNS = 50
 POISON = -77
@@ -177,6 +178,38 @@ def test_equal_inputs_give_equal_bits(case: str) -> None:
     torch.cuda.synchronize()
     for again in others:
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+WRITING = [case for case, (op, _) in CASES.items() if "-> ()" in _registry.ops[op].schema]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("case", WRITING)
+def test_the_same_call_again_on_other_values(case: str) -> None:
+    """Other values in the same memory: from the third call on the launch is a repeated one."""
+    name, make = CASES[case]
+    function, op = getattr(ops, name), _registry.ops[name]
+    op.calls._known.clear()
+    inputs = [make(torch.Generator().manual_seed(seed)) for seed in range(5)]
+    kept = [x.cuda() if isinstance(x, torch.Tensor) else x for x in inputs[0][0]]
+    launch = pytest.importorskip("dsv4_npu.ops._launch")
+    launches: list[Any] = []
+    launch.observers.append(launches.append)
+    try:
+        for given, written in inputs:
+            for mine, fresh in zip(kept, given, strict=True):
+                if isinstance(mine, torch.Tensor):
+                    mine.copy_(fresh)
+            function(*kept)
+            alone = [x.cuda() if isinstance(x, torch.Tensor) else x for x in given]
+            op("triton", *alone)
+            for i in written:
+                assert torch.equal(kept[i].view(torch.uint8), alone[i].view(torch.uint8))
+    finally:
+        launch.observers.pop()
+    assert len(launches) == 2 * len(inputs)
+    assert any(call is not None for call in op.calls._known.values())
 
 
 def test_a_race_shows() -> None:

@@ -64,13 +64,14 @@ def block_masses(
     n = tl.arange(0, BLOCKS)
     i = tl.arange(0, BLOCK)
     mass = tl.zeros([BLOCKS], tl.float32)
+    # Beyond the part's last block nothing is read.
+    limit = tl.minimum(end * BLOCK, vocab)
     if AHEAD:
-        following = load_block(row, start * BLOCK, vocab, BLOCK)
+        following = load_block(row, start * BLOCK, limit, BLOCK)
     for block in range(start, end):
         if AHEAD:
             p = following
-            # Beyond the last block nothing is read: the limit is the part's end.
-            following = load_block(row, (block + 1) * BLOCK, tl.minimum(end * BLOCK, vocab), BLOCK)
+            following = load_block(row, (block + 1) * BLOCK, limit, BLOCK)
         else:
             p = load_block(row, block * BLOCK, vocab, BLOCK)
         weight = as_weight(p, block * BLOCK + i, candidates, next_sibling, removed_token, removed_node, drafts, vocab)
