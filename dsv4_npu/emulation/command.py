@@ -18,6 +18,7 @@ from dsv4_npu.budget import PoolSizes, sizes_for_tokens
 from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
 from dsv4_npu.emulation import device as emulated
 from dsv4_npu.emulation import tokenizer
+from dsv4_npu.emulation.agreement import RankOutcome, Seat, check_ranks, run_on_ranks
 from dsv4_npu.emulation.drafters import Drafter, ScriptedDrafter, make_drafter
 from dsv4_npu.emulation.engine import Engine, EngineOptions
 from dsv4_npu.emulation.model import build_model
@@ -28,6 +29,7 @@ from dsv4_npu.emulation.printing import print_result, print_summary
 from dsv4_npu.emulation.result import RunResult, summarise
 from dsv4_npu.emulation.stages import OwnDrafter
 from dsv4_npu.emulation.stages.command import SPECS, drafter_of, model_of, own_drafter, rule_of
+from dsv4_npu.emulation.trees.command import add_tree_arguments, plain_model, refuse_trees, run_plain
 from dsv4_npu.errors import ConfigError
 from dsv4_npu.options import (
     OPTIONS,
@@ -60,19 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spec",
         action="append",
-        choices=SPECS,
+        choices=(*SPECS, "tree"),
         help="may be repeated (default: chain); mtp: a chain from the model's own stage, see docs/draft-stages.md",
     )
     parser.add_argument("--draft-tokens", type=int, help="drafts per verify; D is one more (chain, mtp: 3, dspark: 5)")
     parser.add_argument(
         "--drafter",
-        choices=("ngram", "early-exit", "scripted", "own"),
-        help="own: the model's draft stages, with memory of their own (default: early-exit, and own for mtp)",
+        choices=("ngram", "early-exit", "scripted", "own", "eagle"),
+        help="own: the model's draft stages, with memory of their own (default: early-exit, own for mtp, eagle for "
+        "tiny-llama)",
     )
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="text file, one prompt per paragraph")
     parser.add_argument("--batch", type=whole(1, MAX_BATCH), default=4, help="requests that run at once")
     parser.add_argument("--max-new-tokens", type=positive, default=32)
-    parser.add_argument("--accept", choices=("greedy", "rejection"), default="greedy")
+    parser.add_argument("--accept", choices=("greedy", "rejection", "target-only", "simulated"), default="greedy")
     parser.add_argument("--temperature", type=float, default=0.0, help="of rejection sampling; 0 is one-hot")
     parser.add_argument("--chunk", type=positive, default=256, help="prompt tokens per prefill forward")
     parser.add_argument("--page-size", type=positive, help="tokens per page (default: the platform's)")
@@ -93,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overlap", action="store_true", help="launch a round before the one before it is learned")
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the coins")
+    add_tree_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
     parser.add_argument("--report", type=Path, metavar="OUT.html", help="write a picture of the run's memory (HTML)")
 
@@ -143,6 +147,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--temperature {args.temperature}; a finite number of 0 or more is needed")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed {args.seed}; 0 to 2**63 - 1 is needed")
+    plain = plain_model(args.model)
+    if plain is not None:
+        return run_plain(args, plain, console)
+    refuse_trees(args)
+    check_ranks(args.tp, args.device)
     if args.draft_tokens and args.spec == ["none"]:
         raise ConfigError(
             f"--draft-tokens {args.draft_tokens} with --spec none; leave it out or choose chain or dspark"
@@ -177,18 +186,43 @@ def run(args: argparse.Namespace) -> int:
         for config in configs:
             pool_sizes(config, args.swa_ratio)
     check_outputs(("--json", args.json), ("--report", args.report))
-    model = build_model(spec_model, args.seed)
-    oracle = Oracle(model)
-    results = []
-    for config, (_, spec) in zip(configs, combinations, strict=True):
-        result = _run_one(args, console, model, oracle, config, spec, prompts)
-        results.append(result)
-        print_result(console, result)
+    work = (args, spec_model, list(zip(configs, combinations, strict=True)), prompts)
+    if args.tp > 1:
+        results = run_on_ranks(args.tp, _rank, *work)
+        for result in results:
+            print_result(console, result)
+    else:
+        results = [result for result, _ in _run_all(console, None, *work)]
     if args.json:
         args.json.write_text(json.dumps({"runs": [r.to_json() for r in results]}, indent=1) + "\n", encoding="utf-8")
         console.print(f"numbers written to {args.json}")
     print_summary(console, results)
     return 0 if all(r.ok for r in results) else 1
+
+
+def _rank(rank: int, *work: Any) -> list[RankOutcome]:
+    """One tensor-parallel rank's runs."""
+    return [seat.outcome(result) for result, seat in _run_all(Console(quiet=True), rank, *work) if seat is not None]
+
+
+def _run_all(
+    console: Console,
+    rank: int | None,
+    args: argparse.Namespace,
+    spec_model: ModelSpec,
+    combinations: list[tuple[CacheConfig, tuple[str, str]]],
+    prompts: list[list[int]],
+) -> list[tuple[RunResult, Seat | None]]:
+    torch.set_num_threads(1)
+    model = build_model(spec_model, args.seed)
+    oracle = Oracle(model)
+    results = []
+    for config, (_, spec) in combinations:
+        seat = None if rank is None else Seat(rank)
+        result = _run_one(args, console, model, oracle, config, spec, prompts, seat)
+        results.append((result, seat))
+        print_result(console, result)
+    return results
 
 
 def _run_one(
@@ -199,6 +233,7 @@ def _run_one(
     config: CacheConfig,
     name: str,
     prompts: list[list[int]],
+    seat: Seat | None = None,
 ) -> RunResult:
     spec, source = config.speculation, drafter_of(args.drafter, name)
     label = f"{config.model.name} on {config.platform.name}, {name}" + (
@@ -217,7 +252,7 @@ def _run_one(
         chunk=args.chunk,
         accept=args.accept,
         temperature=args.temperature,
-        seed=args.seed,
+        seed=args.seed if seat is None else seat.seed(args.seed),
         device=args.device,
         overlap=args.overlap,
     )
@@ -244,11 +279,15 @@ def _run_one(
 
         def tick(engine: Engine) -> None:
             picture.sample()
+            if seat is not None and engine.last_round is not None:
+                seat.history.append(engine.last_round)
             done = sum(len(r.outputs) for r in [*engine.finished, *engine.running])
             progress.update(decode, completed=done)
 
         engine = Engine(model, config, pool_sizes(config, args.swa_ratio), drafter, options, on_round=tick)
         picture = RunPicture(engine)
+        if seat is not None:
+            engine.device.replica = seat.replica(args.batch, spec.verify_width, spec.verify_width, args.seed)
         for prompt in prompts:
             engine.submit(prompt, args.max_new_tokens)
         began = time.perf_counter()
@@ -260,7 +299,7 @@ def _run_one(
                 oracle.greedy(request.prompt, len(request.outputs))
                 progress.advance(check)
         result = summarise(engine, requests, oracle, label, bool(args.temperature), seconds, plain)
-        if args.report:
+        if args.report and (seat is None or seat.rank == 0):
             several = len(args.platform or [0]) * len(args.spec or [0]) > 1
             picture.write(result, report_path(args.report, config.platform.name, name, several))
         return result

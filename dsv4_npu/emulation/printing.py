@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4_npu.emulation import tokenizer
+from dsv4_npu.emulation.agreement import print_ranks
 from dsv4_npu.emulation.costs import StepCosts
 from dsv4_npu.emulation.result import RunResult
 
@@ -29,7 +30,7 @@ def print_result(console: Console, result: RunResult) -> None:
         table.add_column(name, justify="right" if name in ("request", "prompt", "new", "rounds") else "left")
     for r in result.requests:
         histogram = "  ".join(f"{k}:{v}" for k, v in r.accept_histogram.items())
-        verdict = "yes" if r.identical else f"NO (token {r.first_difference})"
+        verdict = "simulated" if r.simulated else "yes" if r.identical else f"NO (token {r.first_difference})"
         text = tokenizer.decode(r.outputs)
         longest = 12 if narrow else 28
         table.add_row(
@@ -113,7 +114,7 @@ def print_summary(console: Console, results: list[RunResult]) -> None:
         rounds = sum(q.rounds for q in r.requests)
         table.add_row(
             r.label,
-            "yes" if r.identical else "NO",
+            "simulated" if r.simulated else "yes" if r.identical else "NO",
             r.audit,
             ", ".join(r.leaked) or "none",
             str(r.rounds),
@@ -121,6 +122,11 @@ def print_summary(console: Console, results: list[RunResult]) -> None:
             f"{r.seconds:.1f}",
         )
     console.print(table)
+    print_ranks(console, results)
+    if any(r.simulated for r in results):
+        console.print("simulated acceptance: lengths and tokens are made up; only layout, memory and cost are real")
+    if all(r.simulated for r in results):
+        return
     if any(q.native for r in results for q in r.requests):
         print_native(console, results)
     worst = max((q.max_logit_error for r in results for q in r.requests), default=0.0)

@@ -21,7 +21,7 @@ PATIENCE = timedelta(minutes=10)
 GRACE = 5.0
 
 
-class RankError(RuntimeError):
+class RankError(Dsv4NpuError):
     """A rank ended without a result, for a reason that is none of our errors."""
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from dsv4_npu.emulation.agreement import RankReport
 from dsv4_npu.emulation.costs import StepCosts
 from dsv4_npu.emulation.engine import Engine, RequestRun
 from dsv4_npu.emulation.native import NativeComparison, PlainDecode, compare_native
@@ -20,7 +21,10 @@ LOGIT_TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class RequestResult:
-    """One request compared with the oracle; over native rows with a plain decode (``native``)."""
+    """One request compared with the oracle; over native rows with a plain decode (``native``).
+
+    ``simulated``: how much was accepted was made up, and so its outputs and its histogram say nothing.
+    """
 
     rid: int
     prompt_tokens: int
@@ -34,6 +38,7 @@ class RequestResult:
     max_logit_error: float
     min_margin: float
     native: NativeComparison | None = None
+    simulated: bool = False
 
     @property
     def mean_accept(self) -> float:
@@ -59,6 +64,7 @@ class RunResult:
     ``reference``: what outputs are compared with; over native rows a plain decode over the same rows, where a
     difference at a choice that the rows do not settle is reported and no failure.
     ``device``: what decode steps cost on the emulated device; None on a CPU.
+    ``ranks``: of a run on several tensor-parallel ranks, each of which must have the same history and be in order.
     """
 
     label: str
@@ -70,6 +76,7 @@ class RunResult:
     seconds: float
     device: StepCosts | None = None
     reference: str = "the oracle"
+    ranks: list[RankReport] = field(default_factory=list)
 
     @property
     def identical(self) -> bool:
@@ -79,11 +86,17 @@ class RunResult:
     @property
     def ok(self) -> bool:
         """Identical, audited and without leaks."""
-        return self.identical and self.audit == "clean" and not self.leaked
+        agreed = all(rank.same_history and rank.ok for rank in self.ranks)
+        return self.identical and self.audit == "clean" and not self.leaked and agreed
+
+    @property
+    def simulated(self) -> bool:
+        """Whether acceptance was simulated."""
+        return any(r.simulated for r in self.requests)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
-        return {**asdict(self), "identical": self.identical, "ok": self.ok}
+        return {**asdict(self), "identical": self.identical, "simulated": self.simulated, "ok": self.ok}
 
 
 def compare(request: RequestRun, oracle: Oracle, sampled: bool, plain: PlainDecode | None = None) -> RequestResult:
