@@ -76,6 +76,19 @@ def test_every_target_is_recorded_for_every_known_release() -> None:
         assert all(definitions.values())
 
 
+def test_the_operators_page_lists_what_is_replaced_and_what_is_known() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    rows = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in page.splitlines() if line.startswith("|")}
+    for target in TARGETS:
+        if target.kind != "check":
+            assert (target.purpose, f"`{target.theirs}`", f"`{target.ours}`") in rows
+    assert sum(row[1].startswith("`sglang.") for row in rows if len(row) == 3) == sum(
+        t.kind != "check" for t in TARGETS
+    )
+    for version, known in versions.KNOWN.items():
+        assert any(row[:2] == (version, known) for row in rows)
+
+
 @installed
 def test_the_record_is_that_of_the_installed_release() -> None:
     import sglang
