@@ -27,11 +27,12 @@ def draft(forward: EngineForward, batch: Any) -> torch.Tensor:
     lengths = torch.tensor(batch.extend_seq_lens_cpu)
     first = lengths.cumsum(0) - lengths
     accepted = getattr(batch.spec_info, "num_accept_tokens", None)
-    count = lengths if accepted is None else accepted.to(torch.int64)
-    last = first + count - 1
-    logits = exit_early(forward, rows, starts + count, batch.input_ids[last])
     if accepted is None:
-        return logits
+        # After a prefill no slot is reserved yet for the token that was sampled: guess that it comes again.
+        guess = batch.input_ids[first + lengths - 1].to(torch.int64)
+        return torch.nn.functional.one_hot(guess, forward.spec.vocab_size).to(torch.float64)
+    last = first + accepted.to(torch.int64) - 1
+    logits = exit_early(forward, rows, starts + accepted.to(torch.int64), batch.input_ids[last])
     # The worker picks the row of the last accepted token itself.
     every = torch.zeros((int(lengths.sum()), logits.shape[1]), dtype=logits.dtype)
     every[last] = logits
@@ -43,23 +44,9 @@ def exit_early(
 ) -> torch.Tensor:
     """Logits ``[bs, V]`` after all layers but the last, of one token per request at its position.
 
-    A request without a slot there, as after a prefill, before SGLang has reserved any for drafts, is given its own
-    token again as a guess: a draft may be anything.
+    The positions lie in what SGLang reserved for the verify that follows; past it a row holds slots of earlier owners.
     """
-    table = forward.tables.rows.req_to_token
-    inside = positions < table.shape[1]
-    slots = table[rows, positions.clamp_max(table.shape[1] - 1)]
-    ready = (inside & (slots >= forward.tables.page)).nonzero()[:, 0]
-    logits = torch.nn.functional.one_hot(tokens.to(torch.int64), forward.spec.vocab_size).to(torch.float64)
-    if len(ready):
-        forward.book.forwards["drafted rows"] += len(ready)
-        plan = plan_batch(
-            forward.pools,
-            forward.tables.tables(),
-            rows[ready].tolist(),
-            positions[ready].tolist(),
-            [1] * len(ready),
-        )
-        layers = forward.spec.num_layers - 1
-        logits[ready] = forward.pooled.forward(tokens[ready].to(torch.int64)[:, None], plan, layers)[:, 0]
-    return logits
+    forward.book.forwards["drafted rows"] += len(rows)
+    tables = forward.tables.tables()
+    plan = plan_batch(forward.pools, tables, rows.tolist(), positions.tolist(), [1] * len(rows))
+    return forward.pooled.forward(tokens.to(torch.int64)[:, None], plan, forward.spec.num_layers - 1)[:, 0]

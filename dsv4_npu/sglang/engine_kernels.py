@@ -1,4 +1,4 @@
-"""In plain torch what SGLang's EAGLE worker computes with Triton, or with kernels of one vendor, between its forwards."""
+"""In plain torch what SGLang's EAGLE worker does between its forwards with Triton or with one vendor's kernels."""
 
 from __future__ import annotations
 
