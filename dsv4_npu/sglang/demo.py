@@ -26,7 +26,8 @@ from dsv4_npu.sglang.engine_tampers import TAMPERS
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     out = argparse.ArgumentParser(prog="python -m dsv4_npu.sglang.demo", description=__doc__.split("\n\n")[0])
-    out.add_argument("--draft-tokens", type=int, default=0, help="drafts per verify of SGLang's EAGLE worker; 0: none")
+    out.add_argument("--draft-tokens", type=int, default=0, help="drafts per verify; 0: no speculation")
+    out.add_argument("--algorithm", choices=("EAGLE", "DSPARK"), default="EAGLE", help="SGLang's worker for the drafts")
     out.add_argument("--seed", type=int, default=0, help="of the prompts")
     out.add_argument("--spoil", choices=sorted(TAMPERS), help="spoil the memory of the prefix scenario: it must show")
     out.add_argument("--start-method", choices=("spawn", "fork"), default="fork", help="of SGLang's processes")
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Start the engine, run the scenarios, flush; what came out."""
     began = time.perf_counter()
-    setup = ForwardSetup(draft_tokens=options.draft_tokens)
+    setup = ForwardSetup(draft_tokens=options.draft_tokens, algorithm=options.algorithm)
     engine = EmulatedEngine(setup, options.start_method, log_level=options.log_level)
     try:
         started = time.perf_counter()

@@ -39,12 +39,14 @@ class ForwardSetup:
         seed: of its weights.
         record: a file that gets the float64 logits of every sampled row, or None.
         draft_tokens: drafts of a chain that a verify checks, 0 without speculation.
+        algorithm: SGLang's worker that drafts them, "EAGLE" or "DSPARK".
     """
 
     model: str = "tiny"
     seed: int = 0
     record: Path | None = None
     draft_tokens: int = 0
+    algorithm: str = "EAGLE"
 
 
 @dataclass

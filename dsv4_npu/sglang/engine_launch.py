@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import pickle
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from dsv4_npu.config import ModelSpec
 from dsv4_npu.errors import UnavailableError
+from dsv4_npu.sglang import engine_dspark
 from dsv4_npu.sglang.engine_forward import ForwardSetup
 from dsv4_npu.sglang.engine_seams import run_scheduler
 
@@ -40,16 +42,19 @@ _SGLANG_KEYS: dict[str, Any] = {
 DEFAULT_SETUP = ForwardSetup()
 
 
-def write_model(spec: ModelSpec, folder: Path, drafts: int = 0) -> Path:
-    """A folder with the ``config.json`` by which SGLang makes its own, empty object of the model ``spec``.
-
-    drafts: draft layers (MTP) of that object, 0 or 1.
-    """
+def write_model(setup: ForwardSetup, folder: Path) -> Path:
+    """A folder with the ``config.json`` by which SGLang makes its own, empty objects of target and drafter."""
+    spec = ModelSpec.load(setup.model)
     raw = {key: value for key, value in spec.raw.items() if key not in ("name", "dspark_block_size")}
+    stages = 0
+    if setup.draft_tokens:
+        stages = 3 if setup.algorithm == "DSPARK" else 1
+    if setup.algorithm == "DSPARK":
+        raw |= engine_dspark.CHECKPOINT | {"dspark_block_size": setup.draft_tokens}
     raw.update(
         _SGLANG_KEYS,
-        compress_ratios=list(spec.compress_ratios[: spec.num_layers]) + [0] * drafts,
-        num_nextn_predict_layers=drafts,
+        compress_ratios=list(spec.compress_ratios[: spec.num_layers]) + [0] * stages,
+        num_nextn_predict_layers=min(stages, 1),
         qk_nope_head_dim=spec.nope_dim,
         v_head_dim=spec.head_dim,
         kv_lora_rank=spec.head_dim,
@@ -83,7 +88,7 @@ class EmulatedEngine:
         self._folder = tempfile.TemporaryDirectory(prefix="dsv4-npu-engine-")
         folder = Path(self._folder.name)
         self.spec = ModelSpec.load(setup.model)
-        self.setup = ForwardSetup(setup.model, setup.seed, folder / "logits", setup.draft_tokens)
+        self.setup = dataclasses.replace(setup, record=folder / "logits")
 
         class Emulated(Engine):  # type: ignore[misc]
             run_scheduler_process_func = staticmethod(partial(run_scheduler, self.setup))
@@ -95,7 +100,7 @@ class EmulatedEngine:
                 return super()._launch_scheduler_processes(*args, **kwargs)
 
         arguments: dict[str, Any] = {
-            "model_path": str(write_model(self.spec, folder / "model", 1 if setup.draft_tokens else 0)),
+            "model_path": str(write_model(setup, folder / "model")),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "device": "cpu",
@@ -112,11 +117,11 @@ class EmulatedEngine:
         }
         if setup.draft_tokens:
             arguments |= {
-                "speculative_algorithm": "EAGLE",
-                "speculative_num_steps": setup.draft_tokens,
-                "speculative_eagle_topk": 1,
+                "speculative_algorithm": setup.algorithm,
                 "speculative_num_draft_tokens": setup.draft_tokens + 1,
             }
+            if setup.algorithm == "EAGLE":
+                arguments |= {"speculative_num_steps": setup.draft_tokens, "speculative_eagle_topk": 1}
         self.sglang = Emulated(**(arguments | options))
 
     def generate(self, prompts: list[list[int]], max_new: int | list[int], **options: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsv4_npu.sglang import engine_kernels
+from dsv4_npu.sglang import engine_dspark, engine_kernels
 from dsv4_npu.sglang.engine_drafts import draft
 from dsv4_npu.sglang.engine_forward import EngineForward, ForwardSetup
 from dsv4_npu.sglang.engine_tampers import TAMPERS
@@ -92,6 +92,8 @@ class EngineSeams:
         DraftBackendFactory.create_draft_extend_backend = no_attention
         _give_float64_pools()
         engine_kernels.install()
+        if self.setup.algorithm == "DSPARK":
+            engine_dspark.install(self.of)
         if not hasattr(torch.cpu, "empty_cache"):
             # SGLang calls it of any device once the draft model shares the target's head.
             vars(torch.cpu)["empty_cache"] = lambda: None
