@@ -106,7 +106,7 @@ def print_ranks(console: Console, results: Sequence[RunResult]) -> None:
         if not result.ranks:
             continue
         one = all(rank.same_history for rank in result.ranks)
-        told = ", ".join(f"rank {r.rank} overruled in {r.overruled}" for r in result.ranks[1:])
+        told = ", ".join(f"rank {r.rank} overruled in {r.overruled} of them" for r in result.ranks[1:])
         noise = max(rank.noise for rank in result.ranks)
         wrong = "".join(f"; rank {r.rank} differs from the oracle or leaks" for r in result.ranks if not r.ok)
         console.print(

@@ -139,6 +139,8 @@ def tree_spec(args: argparse.Namespace, kind: str) -> TreeSpec:
             raise ConfigError(f"{name} {value}; 1 to {most} is needed")
     if kind == "none":
         return TreeSpec(1, 0, 1)
+    if drafts is not None and drafts < 1:
+        raise ConfigError(f"--draft-tokens {drafts} with --spec {kind}; at least 1 is needed")
     if kind == "chain":
         if args.topk not in (None, 1):
             raise ConfigError(f"--topk {args.topk} with --spec chain; 1, or --spec tree, is needed")
@@ -148,8 +150,6 @@ def tree_spec(args: argparse.Namespace, kind: str) -> TreeSpec:
     steps = DEFAULT_STEPS if args.steps is None else args.steps
     if drafts is None:
         drafts = min(most_nodes(topk, steps), topk * (steps + 1)) - 1
-    if drafts < 1:
-        raise ConfigError(f"--draft-tokens {drafts} with --spec tree; at least 1 is needed")
     return TreeSpec(topk, steps, drafts + 1)
 
 

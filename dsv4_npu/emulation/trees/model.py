@@ -49,6 +49,9 @@ def build_llama(raw: Mapping[str, Any], seed: int = 0) -> Any:
     except Exception as error:
         # transformers checks its configuration with exception types of several packages.
         raise ConfigError(f"transformers refuses the Llama configuration: {error}") from error
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    if heads % shared:
+        raise ConfigError(f"num_key_value_heads = {shared}; a divisor of num_attention_heads = {heads} is needed")
     if count > MAX_PARAMETERS:
         raise ConfigError(
             f"the model has {count:,} parameters; the float64 emulation runs up to {MAX_PARAMETERS:,}: "
