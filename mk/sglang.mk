@@ -8,6 +8,7 @@ SGLANG_TEST_ARGS ?=
 $(SGLANG_VENV)/.tests: $(SGLANG_VENV)/.ready packaging/torchvision_on_cpu.py mk/sglang.mk
 	$(SGLANG_PY) -m pip install -q --no-deps xgrammar==0.2.7
 	$(SGLANG_PY) -m pip install -q 'rich>=13' 'pytest>=8' 'hypothesis>=6.100' datasets
+	$(SGLANG_PY) -m pip download -q --no-deps sglang==0.5.22 -d out  # the older release, for one test
 	@site=$$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  cp packaging/torchvision_on_cpu.py $$site/_torchvision_on_cpu.py && \
 	  echo 'import _torchvision_on_cpu' > $$site/_torchvision_on_cpu.pth
@@ -21,3 +22,9 @@ $(SGLANG_VENV)/.package: $(SGLANG_VENV)/.tests $(NATIVE) pyproject.toml packagin
 .PHONY: sglang-test
 sglang-test: $(SGLANG_VENV)/.package
 	$(SGLANG_PY) -W ignore -m pytest tests/sglang $(SGLANG_TEST_ARGS)
+
+SGLANG_DEMO_ARGS ?=
+
+.PHONY: sglang-demo
+sglang-demo: $(SGLANG_VENV)/.package  ## SGLang's real engine over our memory on a CPU, compared with Hugging Face
+	SGLANG_PLATFORM=dsv4_npu_emulated $(SGLANG_PY) -W ignore -m dsv4_npu.sglang.demo $(SGLANG_DEMO_ARGS)
