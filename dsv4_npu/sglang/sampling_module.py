@@ -7,6 +7,7 @@ device is known (:func:`settle`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
@@ -27,8 +28,8 @@ FUNCTIONS = (
     "top_k_renorm_prob",
     "top_p_renorm_prob",
 )
-#: The modules from which SGLang's others import them.
-SOURCES = ("sglang.kernels.ops.speculative.verify_sampling", "sglang.kernels.ops.sampling.renorm")
+#: The modules from which SGLang's others import them. Before 0.5.23 they went to the library itself, at each call.
+SOURCES = ("sglang.kernels.ops.speculative.verify_sampling", "sglang.kernels.ops.sampling.renorm", SAMPLE)
 
 _STAND_IN = "dsv4_npu's functions in the place of an absent sgl_kernel_npu."
 
@@ -82,7 +83,8 @@ def settle(device: torch.device) -> dict[str, str]:
     from dsv4_npu.sampling import first_failure
 
     for source in SOURCES:
-        importlib.import_module(source)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(source)
     verdicts: dict[int, bool] = {}
     result = {}
     for name in FUNCTIONS:
@@ -104,12 +106,12 @@ def settle(device: torch.device) -> dict[str, str]:
 
 
 def _holders(name: str) -> list[tuple[types.ModuleType, Callable[..., Any] | None]]:
-    """SGLang's modules that import ``name``; not the one that defines it."""
+    """SGLang's modules that import ``name``, not the one that defines it; and the library."""
     found = []
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("sglang.") and isinstance(module, types.ModuleType) and name in vars(module):
-            value = vars(module)[name]
-            if getattr(value, "__module__", None) != module_name:
+        if module_name.startswith("sglang.") or module_name == SAMPLE:
+            value = getattr(module, "__dict__", {}).get(name, module)
+            if value is not module and (module_name == SAMPLE or getattr(value, "__module__", None) != module_name):
                 found.append((module, value))
     return found
 

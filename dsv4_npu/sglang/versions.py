@@ -20,7 +20,7 @@ from dsv4_npu.errors import ConfigError, UnavailableError
 #: Release: what is known of it.
 KNOWN = {
     "0.5.23": "proved by running its engine on a CPU",
-    "0.5.22": "every target resolved in its wheel; its engine was not run",
+    "0.5.22": "every target found and replaced in a process; its engine was not run",
 }
 
 

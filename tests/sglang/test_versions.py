@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from dsv4_npu.errors import ConfigError, UnavailableError
 from dsv4_npu.sglang import static, versions
-from dsv4_npu.sglang.targets import TARGETS, targets
+from dsv4_npu.sglang.targets import EMULATED, TARGETS, targets
+from tests.sglang.processes import answer
 
 RECORD = Path(__file__).with_name("targets_by_release.json")
 #: The wheel of the older release, where somebody has put it: `pip download --no-deps sglang==0.5.22 -d out`.
@@ -29,7 +31,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_known_releases_pass(environment: Path) -> None:
     assert "engine" in versions.check("0.5.23")
-    assert "wheel" in versions.check("0.5.22")
+    assert "not run" in versions.check("0.5.22")
 
 
 def test_an_unknown_release_is_refused_with_the_way_round(environment: Path) -> None:
@@ -102,6 +104,37 @@ def test_the_record_is_that_of_the_installed_release() -> None:
 def test_the_record_is_that_of_the_wheel(version: str) -> None:
     (wheel,) = WHEELS.glob(f"sglang-{version}-*.whl")
     assert resolved(static.reader(wheel), version) == json.loads(RECORD.read_text())[version]
+
+
+LIVE = """
+import json
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import sglang, torch
+from dsv4_npu.sglang import sampling_module, verify, versions
+report = verify.targets_report()
+verify.verify_applied()
+print(json.dumps({
+    "path": sglang.__path__[0],
+    "version": versions.installed(),
+    "states": [[state.target.at(versions.installed()), state.state] for state in report],
+    "sampling": sampling_module.settle(torch.device("cpu")),
+}))
+"""
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [v for v in versions.KNOWN if v != "0.5.23" and list(WHEELS.glob(f"sglang-{v}-*"))])
+def test_every_target_is_in_force_in_a_process_of_the_older_release(version: str, tmp_path: Path) -> None:
+    (wheel,) = WHEELS.glob(f"sglang-{version}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    found = answer(LIVE, "dsv4_npu_emulated", PYTHONPATH=str(tmp_path))
+    assert found["path"] == str(tmp_path / "sglang")
+    assert found["version"] == version
+    assert found["states"] == [[t.at(version), "ours"] for t in targets(EMULATED, version)]
+    assert set(found["sampling"].values()) == {"ours"}
 
 
 @pytest.mark.parametrize("kind", ["class", "function"])
