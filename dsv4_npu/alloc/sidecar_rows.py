@@ -84,14 +84,14 @@ class SidecarRows:
         self._grow(np.array([row]), np.array([count * self.c128_page]))
         return changed
 
-    def replace_batch(self, pages: SlotPages, rows: I64, given: I32 | I64) -> Changed:
-        """:meth:`replace` for a batch of rows with equally many pages each: ``given [rows, pages]``."""
-        count = given.shape[1]
-        if count > self.table.shape[1]:
-            raise CapacityError(f"{count} C128 pages, a row has {self.table.shape[1]} columns")
-        at, columns = np.nonzero(self.table[rows, :count] != given)
-        changed = self._store(pages, rows[at], columns, given[at, columns]) if len(at) else _NOTHING
-        self._grow(rows, np.full(len(rows), count * self.c128_page))
+    def replace_batch(self, pages: SlotPages, rows: I64, counts: I64, given: I32 | I64) -> Changed:
+        """:meth:`replace` for a batch of different rows: ``counts[b]`` leading pages of each, joined in ``given``."""
+        if len(counts) and int(counts.max()) > self.table.shape[1]:
+            raise CapacityError(f"{int(counts.max())} C128 pages, a row has {self.table.shape[1]} columns")
+        starts = np.cumsum(counts) - counts
+        columns = np.arange(len(given)) - np.repeat(starts, counts)
+        changed = self._store(pages, np.repeat(rows, counts), columns, given)
+        self._grow(rows, counts * self.c128_page)
         return changed
 
     def clear(self, pages: SlotPages, row: int) -> Changed:

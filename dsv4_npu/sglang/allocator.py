@@ -22,15 +22,17 @@ from dsv4_npu.errors import CapacityError, InputError, OwnershipError
 from dsv4_npu.sglang.bundle import OutCacheLoc
 from dsv4_npu.sglang.capacity import Capacity
 from dsv4_npu.sglang.families import Family, tokens_free
-from dsv4_npu.sglang.late_reads import LateReads, to_device
-from dsv4_npu.sglang.slots import Growth, page_tables, slots_of
+from dsv4_npu.sglang.late_reads import LateReads, host_ids, to_device
+from dsv4_npu.sglang.shadow_audit import ShadowAudit, configured_every
+from dsv4_npu.sglang.slots import Growth, page_tables, runs_of, slots_of
 from dsv4_npu.sglang.verify import verify_applied
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 C128Holder = Callable[[], I64]
-#: Tokens of a C128 entry.
-RATIO = addressing.C128_RATIO
+#: Tokens of a C128 entry, and the shift from a FULL slot to its C4 slot.
+RATIO, C4_SHIFT = addressing.C128_RATIO, addressing.C4_RATIO.bit_length() - 1
+_NONE, _NO_PAGES = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
 class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc]
@@ -58,6 +60,9 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         self.swa_free_group: list[torch.Tensor] = []
         self.swa_page_ids_group: list[torch.Tensor] = []
         self._at = torch.device(device)
+        self._on_host = self._at.type == "cpu"
+        self._no_entry = torch.empty(0, dtype=torch.int32, device=device)
+        self._no_slot = self._typed(torch.empty(0, dtype=torch.int64, device=device))
         unit = kvcache.c128_page_size
         entries = kvcache.c128_size
         self.pages = SlotPages(page_size, unit, size // page_size, size_swa // page_size, max(1, entries // unit))
@@ -68,6 +73,8 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         self.full_to_swa_index_mapping[-1] = -1
         self._mapping = self.full_to_swa_index_mapping[: (size // page_size + 1) * page_size].view(-1, page_size)
         self._offsets = torch.arange(page_size, dtype=torch.int64, device=device)
+        if self._on_host:
+            self._host_mapping, self._host_offsets = self._mapping.numpy(), self._offsets.numpy()
         self._late = LateReads(device)
         self._promised = [0, 0, 0]
         self._uncounted = 0
@@ -75,6 +82,7 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         self._holders: list[C128Holder] = []
         self._table: Any = None
         kvcache.register_mapping(self.full_to_swa_index_mapping)
+        self._shadow = ShadowAudit(self._census, configured_every())
 
     @property
     def c128_page_refcount(self) -> torch.Tensor:
@@ -197,13 +205,15 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
             return None
         full, swa, c128 = taken
         self._map(full[full_count - swa_count :], swa)
-        last = last_loc.to(torch.int64)
-        tables = page_tables(growth, full, torch.div(last, self.page_size, rounding_mode="floor"), self._at)
-        (out_full,) = slots_of(growth, [tables])
-        (out_c4,) = slots_of(growth, [tables], addressing.C4_RATIO)
+        if self._on_host:
+            runs = runs_of(growth, full, last_loc.numpy())
+            out_full, out_c4 = runs.slots(), runs.every(addressing.C4_RATIO).slots()
+        else:
+            tables = page_tables(growth, full, last_loc // self.page_size, self._at)
+            out_full, out_c4 = slots_of(growth, tables), slots_of(growth, tables, addressing.C4_RATIO)
         return OutCacheLoc(
             self._typed(out_full),
-            self._typed(self.full_to_swa_index_mapping[out_full]),
+            self._typed(self.full_to_swa_index_mapping.index_select(0, out_full)),
             self._typed(out_c4),
             self._c128_slots(entries, c128, rows, table),
             c128,
@@ -219,32 +229,43 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         req_to_token_pool: Any = None,
     ) -> OutCacheLoc | None:
         """The slot of position ``seq - 1`` of each request; None, and nothing taken, when a family is short."""
+        self._shadow.step()
         new = seq_lens_cpu.numpy()
-        fresh = np.flatnonzero(new % self.page_size == 1 % self.page_size)
-        closing = np.flatnonzero(new % RATIO == 0)
-        entries = new[closing] // RATIO
-        grown = Growth.of(entries - 1, entries, self.pages.spec.c128_page_size) if len(closing) else None
-        taken = self._begin(len(fresh), len(fresh), 0 if grown is None else grown.total)
-        if taken is None:
-            return None
-        full, swa, c128 = taken
+        places = new % RATIO
+        fresh, closing, grown, c128 = _NONE, _NONE, None, _NO_PAGES
+        if len(new) and places.min() < 2:
+            fresh = np.flatnonzero(new % self.page_size == 1)
+            closing = np.flatnonzero(places == 0)
+            if len(closing):
+                entries = new[closing] // RATIO
+                grown = Growth.of(entries - 1, entries, self.pages.spec.c128_page_size)
         out_full = last_loc.to(torch.int64) + 1
-        if len(fresh):
-            self._map(full, swa)
-            starts = to_device(full.astype(np.int64) * self.page_size, self._at)
-            out_full = starts if len(fresh) == len(new) else out_full.index_copy_(0, to_device(fresh, self._at), starts)
-        windows = np.flatnonzero(new % addressing.C4_RATIO == 0)
-        out_c4 = out_full[:0]
-        if len(windows):
-            chosen = out_full if len(windows) == len(new) else out_full[to_device(windows, self._at)]
-            out_c4 = chosen // addressing.C4_RATIO
-        out_c128 = torch.empty(0, dtype=torch.int32, device=self._at)
+        if len(fresh) or grown is not None:
+            taken = self._begin(len(fresh), len(fresh), 0 if grown is None else grown.total)
+            if taken is None:
+                return None
+            full, swa, c128 = taken
+            if len(fresh):
+                self._map(full, swa)
+                starts = to_device(full * np.int64(self.page_size), self._at)
+                whole = len(fresh) == len(new)
+                out_full = starts if whole else out_full.index_copy_(0, to_device(fresh, self._at), starts)
+        out_c128 = self._no_entry
         if grown is not None:
-            rows = req_pool_indices
-            if rows is not None and len(closing) < len(new):
-                rows = rows[to_device(closing, self._at)]
-            out_c128 = self._c128_slots(grown, c128, rows, req_to_token_pool)
-        out_swa = self.full_to_swa_index_mapping[out_full]
+            chosen = req_pool_indices
+            if chosen is not None and len(closing) < len(new):
+                chosen = chosen[to_device(closing, self._at)]
+            out_c128 = self._c128_slots(grown, c128, chosen, req_to_token_pool)
+        out_swa = self.full_to_swa_index_mapping.index_select(0, out_full)
+        inside = places & (addressing.C4_RATIO - 1)
+        open_windows = np.count_nonzero(inside)
+        if open_windows == len(new):
+            out_c4 = self._no_slot
+        elif not open_windows:
+            out_c4 = out_full >> C4_SHIFT
+        else:
+            windows = to_device(np.flatnonzero(inside == 0), self._at)
+            out_c4 = out_full.index_select(0, windows) >> C4_SHIFT
         return OutCacheLoc(self._typed(out_full), self._typed(out_swa), self._typed(out_c4), out_c128, c128)
 
     def give_back(self, bundle: OutCacheLoc) -> None:
@@ -260,15 +281,15 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
 
     def retain_c128_pages(self, page_ids: torch.Tensor) -> None:
         """Count one holder for each entry of a multiset of pages."""
-        self.pages.retain_c128(_host(page_ids))
+        self.pages.retain_c128(host_ids(page_ids))
 
     def release_c128_pages(self, page_ids: torch.Tensor) -> None:
         """Take one holder off for each entry of a multiset of pages."""
-        self.pages.release_c128(_host(page_ids))
+        self.pages.release_c128(host_ids(page_ids))
 
     def replace_req_c128_prefix(self, req_pool_idx: int, page_ids: torch.Tensor, req_to_token_pool: Any) -> None:
         """Replace the leading sidecar columns of a request: new pages are counted before old ones are released."""
-        req_to_token_pool.replace_prefix(int(req_pool_idx), _host(page_ids))
+        req_to_token_pool.replace_prefix(int(req_pool_idx), host_ids(page_ids))
 
     def free(self, free_index: torch.Tensor | None = None, *, req: Any = None, req_to_token_pool: Any = None) -> None:
         """Free the FULL and SWA pages of a set of slots; with ``req``, what hangs on the request's row.
@@ -388,6 +409,9 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
     def verify_byte_accounting(self) -> list[str]:
         """What is wrong with the pages of all three families, C128's holders included; empty when nothing is."""
         self.settle()
+        return self._census()
+
+    def _census(self) -> list[str]:
         held = [holder() for holder in self._holders]
         if self._table is not None:
             held.append(self._table.sidecar.held())
@@ -408,21 +432,31 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         return taken
 
     def _map(self, full: I32, swa: I32) -> None:
-        if len(full):
+        if not len(full):
+            return
+        if self._on_host:
+            self._host_mapping[full] = swa[:, None] * np.int64(self.page_size) + self._host_offsets
+        else:
             ids = to_device(np.stack((full, swa)).astype(np.int64), self._at)
             self._mapping.index_copy_(0, ids[0], ids[1][:, None] * self.page_size + self._offsets)
 
     def _c128_slots(self, growth: Growth, pages: I32, rows: torch.Tensor | None, table: Any) -> torch.Tensor:
-        if not int((growth.new - growth.old).sum()):
-            return torch.empty(0, dtype=torch.int32, device=self._at)
+        if not (growth.new > growth.old).any():
+            return self._no_entry
+        filled = growth.old % growth.page > 0
         last = None
-        if (growth.old % growth.page > 0).any():
+        if filled.any():
             if rows is None or table is None:
                 raise InputError("req_pool_indices and req_to_token_pool are needed: a C128 page is partly filled")
-            columns = to_device(np.maximum(growth.old - 1, 0) // growth.page, self._at)
-            last = table.req_to_c128_sidecar[rows, columns]
-        (slots,) = slots_of(growth, [page_tables(growth, pages, last, self._at)])
-        return slots.to(torch.int32)
+            columns = np.maximum(growth.old - 1, 0) // growth.page
+            if self._on_host:
+                last = table.sidecar.table[rows.numpy(), columns]
+            else:
+                last = table.req_to_c128_sidecar[rows, to_device(columns, self._at)]
+        if self._on_host:
+            before = growth.old - 1 if last is None else last * growth.page + (growth.old - 1) % growth.page
+            return runs_of(growth, pages, before).slots().to(torch.int32)
+        return slots_of(growth, page_tables(growth, pages, last, self._at)).to(torch.int32)
 
     def _typed(self, slots: torch.Tensor) -> torch.Tensor:
         return slots.to(torch.int32) if self._at.type == "npu" else slots
@@ -440,10 +474,3 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         if len(mapped):
             raise OwnershipError(f"FULL page {mapped[0]} still has an SWA page: free_segment frees both")
         self.pages.free_full(ids)
-
-
-def _host(page_ids: Any) -> I64:
-    if isinstance(page_ids, np.ndarray):
-        return page_ids.reshape(-1)
-    found: I64 = page_ids.reshape(-1).cpu().numpy()
-    return found

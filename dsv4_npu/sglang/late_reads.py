@@ -57,3 +57,11 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def host_ids(page_ids: Any) -> npt.NDArray[Any]:
+    """Page ids as a flat host array; those that lie on a device are read."""
+    if isinstance(page_ids, np.ndarray):
+        return page_ids.reshape(-1)
+    found: npt.NDArray[Any] = page_ids.reshape(-1).cpu().numpy()
+    return found

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from dsv4_npu import addressing
 from dsv4_npu.alloc.sidecar_rows import Changed, SidecarRows
 from dsv4_npu.errors import InputError
-from dsv4_npu.sglang.late_reads import to_device
+from dsv4_npu.sglang.late_reads import host_ids, to_device
 from dsv4_npu.sglang.verify import verify_applied
 
 I32 = npt.NDArray[np.int32]
@@ -71,9 +71,12 @@ class SidecarTables:
         """Replace the leading columns of one row."""
         self._send(self.sidecar.replace(self.pages, row, given))
 
-    def replace_prefixes(self, rows: I64, given: I32 | I64) -> None:
-        """Replace the leading columns of a batch of rows by ``given [rows, pages]``."""
-        self._send(self.sidecar.replace_batch(self.pages, rows, given))
+    def replace_prefixes(self, prefixes: dict[int, I32 | I64]) -> None:
+        """Replace the leading columns of many rows at once."""
+        rows = np.fromiter(prefixes, np.int64, len(prefixes))
+        counts = np.fromiter(map(len, prefixes.values()), np.int64, len(prefixes))
+        given = np.concatenate(list(prefixes.values()))
+        self._send(self.sidecar.replace_batch(self.pages, rows, counts, given))
 
     def clear_row(self, row: int) -> None:
         """Release what a row holds and zero it."""
@@ -106,12 +109,16 @@ class SidecarTables:
     def alloc(self, reqs: list[Any]) -> list[int] | None:
         """Rows of requests; those that have one keep it. Prefix pages that a request carries go into its row."""
         rows = self._take_rows(reqs)
-        if rows is not None:
-            for req, row in zip(reqs, rows, strict=True):
-                carried = getattr(req, "c128_prefix_page_ids", None)
-                if carried is not None:
-                    self._dsv4_allocator.replace_req_c128_prefix(int(row), carried, self)
-                    req.c128_prefix_page_ids = None
+        if rows is None:
+            return None
+        carried = {}
+        for req, row in zip(reqs, rows, strict=True):
+            pages = getattr(req, "c128_prefix_page_ids", None)
+            if pages is not None:
+                carried[row] = host_ids(pages)
+                req.c128_prefix_page_ids = None
+        if carried:
+            self.replace_prefixes(carried)
         return rows
 
     def clear(self) -> None:

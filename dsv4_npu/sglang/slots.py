@@ -1,4 +1,9 @@
-"""From host page ids to device slots: one batch of requests that grow, without a look at the device."""
+"""From host page ids to slots: one batch of requests that grow, without a look at the device.
+
+New pages are known on the host; where a request's last page lies is known to the device alone. On a device the slots
+are computed there, by the kernel that turns page tables into slots. On a CPU the device's memory is the host's, and
+slots are joined from runs of consecutive ones.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +27,67 @@ class Growth(NamedTuple):
     new: I64
     page: int
     new_pages: I64
+    total: int
 
     @classmethod
     def of(cls, old: I64, new: I64, page: int) -> Growth:
         """Lengths that do not grow need nothing."""
         new = np.maximum(old, new)
-        return cls(old, new, page, -(-new // page) - -(-old // page))
+        new_pages = -(-new // page) - -(-old // page)
+        return cls(old, new, page, new_pages, int(new_pages.sum()))
 
-    @property
-    def total(self) -> int:
-        """New pages of all requests."""
-        return int(self.new_pages.sum())
+
+class Runs(NamedTuple):
+    """Runs of consecutive slots: ``lengths[i]`` of them from ``starts[i]`` on."""
+
+    starts: I64
+    lengths: I64
+
+    def slots(self) -> torch.Tensor:
+        """All slots, joined (int64)."""
+        ends = np.cumsum(self.lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        found = np.repeat(self.starts - (ends - self.lengths), self.lengths)
+        found += _count(total)
+        return torch.from_numpy(found)
+
+    def every(self, unit: int) -> Runs:
+        """The slots that close a window of ``unit`` positions, as slots of pages that are ``unit`` times smaller."""
+        first = self.starts // unit
+        return Runs(first, (self.starts + self.lengths) // unit - first)
+
+
+def runs_of(growth: Growth, pages: I32, before: I64) -> Runs:
+    """The new units of each request: the rest of its last page, from slot ``before + 1`` on, then new pages.
+
+    ``pages``: ids of the new pages, requests joined. ``before``: slot of the last old unit, read only where the last
+    page is partly filled.
+    """
+    page, new_pages = growth.page, growth.new_pages
+    filled = growth.old % page
+    if growth.total == 0:
+        return Runs(before + 1, growth.new - growth.old)
+    first = np.where(filled > 0, np.minimum(page - filled, growth.new - growth.old), 0)
+    counts = 1 + new_pages
+    heads = np.cumsum(counts) - counts
+    starts = np.empty(len(counts) + growth.total, np.int64)
+    lengths = np.full(len(starts), page)
+    fresh = np.ones(len(starts), bool)
+    fresh[heads] = False
+    starts[heads] = before + 1
+    starts[fresh] = pages.astype(np.int64) * page
+    lengths[heads] = first
+    grown = new_pages > 0
+    over = -growth.new[grown] % page
+    lengths[(heads + new_pages)[grown]] -= over
+    return Runs(starts, lengths)
 
 
 def page_tables(growth: Growth, pages: I32, last: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Per request the pages that its new units lie on: the partly filled last page, if there is one, then new ones.
 
-    ``pages``: host ids of the new pages, requests joined. ``last``: device ids of the last pages ``[bs]``, read only
-    where a request has a partly filled page; None when none has. Returns int32 ``[bs, columns]`` on the device.
+    ``last``: ids of the last pages ``[bs]`` on the device, read only where a request has a partly filled page; None
+    when none has. Returns int32 ``[bs, columns]`` on the device.
     """
     tail = growth.old % growth.page > 0
     counts = growth.new_pages
@@ -59,16 +107,27 @@ def page_tables(growth: Growth, pages: I32, last: torch.Tensor | None, device: t
     return out
 
 
-def slots_of(growth: Growth, tables: list[torch.Tensor], unit: int = 1) -> list[torch.Tensor]:
-    """Slots (int64) of the new units of each request, joined, by each of ``tables``.
+def slots_of(growth: Growth, tables: torch.Tensor, unit: int = 1) -> torch.Tensor:
+    """Slots (int64) of the new units of each request, joined, by :func:`page_tables`.
 
     With ``unit`` the slots of every unit-th position, those that close a window of ``unit`` positions.
     """
     page = growth.page // unit
     old, new = growth.old // unit, growth.new // unit
     numbers = np.stack((np.arange(len(old)), growth.old % growth.page // unit, new - old))
-    rows, starts, lengths = to_device(numbers, tables[0].device).unbind()
     total = int(numbers[2].sum())
     if not total:
-        return [torch.empty(0, dtype=torch.int64, device=table.device) for table in tables]
-    return [ops.extend_slots(table, rows, starts, lengths, page, total, table.shape[1])[0] for table in tables]
+        return torch.empty(0, dtype=torch.int64, device=tables.device)
+    rows, starts, lengths = to_device(numbers, tables.device).unbind()
+    return ops.extend_slots(tables, rows, starts, lengths, page, total, tables.shape[1])[0]
+
+
+_counted = np.arange(1 << 14)
+
+
+def _count(total: int) -> I64:
+    """``arange(total)``; kept, because each batch asks for it."""
+    global _counted
+    if total > len(_counted):
+        _counted = np.arange(1 << (total - 1).bit_length())
+    return _counted[:total]

@@ -148,4 +148,4 @@ def _window_c128(pool: Any, rows: I64, start: I64, stop: I64, device: torch.devi
     columns = np.arange(int(count.sum())) + np.repeat(-(-few.old // unit) - starts, count)
     last = to_device(pool.sidecar.table[rows[closing], first], device)
     tables = page_tables(few, pool.sidecar.table[chosen, columns], last, device)
-    return slots_of(few, [tables])[0].to(torch.int32)
+    return slots_of(few, tables).to(torch.int32)
