@@ -68,6 +68,34 @@ def install(forward_of: Callable[[Any], EngineForward]) -> None:
     vars_of_tensor.record_stream = _nothing
 
 
+def allow_on_cpu() -> None:
+    """Let SGLang's main process accept DSpark on the emulated platform: it asks for a device of CUDA, NPU or XPU."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    theirs, view = speculative_hook._handle_dspark, speculative_hook.resolving_view
+
+    def handle(server_args: Any) -> None:
+        speculative_hook.resolving_view = lambda args: _OnNpu(view(args))
+        try:
+            theirs(server_args)
+        finally:
+            speculative_hook.resolving_view = view
+
+    speculative_hook._handle_dspark = handle
+
+
+class _OnNpu:
+    """SGLang's arguments with another device."""
+
+    device = "npu"
+
+    def __init__(self, arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arguments, name)
+
+
 class _NoPlacement:
     """Where the drafter's rows of a prefill would go: SGLang asks only for the device."""
 

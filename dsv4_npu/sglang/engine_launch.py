@@ -120,7 +120,9 @@ class EmulatedEngine:
                 "speculative_algorithm": setup.algorithm,
                 "speculative_num_draft_tokens": setup.draft_tokens + 1,
             }
-            if setup.algorithm == "EAGLE":
+            if setup.algorithm == "DSPARK":
+                engine_dspark.allow_on_cpu()
+            else:
                 arguments |= {"speculative_num_steps": setup.draft_tokens, "speculative_eagle_topk": 1}
         self.sglang = Emulated(**(arguments | options))
 
