@@ -17,6 +17,7 @@ COMMANDS = {
     ),
     "replay": ("dsv4_npu.replay.cli", "serve a request trace through the allocator and report what its memory did"),
     "doctor": ("dsv4_npu.doctor.command", "what is installed, whether it fits together, and what mends it"),
+    "selftest": ("dsv4_npu.selftest.command", "test every op on a device, and write one file to send back"),
     "serve-args": ("dsv4_npu.planning.serve_args", "the launch command of SGLang for a planned deployment"),
     "plan": ("dsv4_npu.planning.command", "how many tokens and requests of full context a deployment holds, and why"),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 POISON = -77
+WRONG = "wrong answer"
 COIN_BELOW_ONE = 1 - 2**-24
 
 
@@ -181,9 +182,15 @@ def first_failure(op: str, function: Callable[..., Any], device: torch.device) -
     ``op`` is a name in :data:`CASES`; ``function`` is called as SGLang calls it. Waits for the device.
     """
     for case in CASES[op]:
-        try:
-            if not _right(op, function, case, device):
-                return case.name
-        except Exception as error:
-            return f"{case.name} (raised {type(error).__name__}: {error})"
+        failure = case_failure(op, function, case, device)
+        if failure:
+            return case.name if failure == WRONG else f"{case.name} ({failure})"
     return None
+
+
+def case_failure(op: str, function: Callable[..., Any], case: Case | RenormCase, device: torch.device) -> str:
+    """What is wrong with ``function``'s answer to one case, in words; "" if it is right. Waits for the device."""
+    try:
+        return "" if _right(op, function, case, device) else WRONG
+    except Exception as error:
+        return f"raised {type(error).__name__}: {error}"

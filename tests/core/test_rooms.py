@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "dsv4_npu"
 ROOMS = (
     "__main__",
     "cli",
+    "selftest",
     "doctor",
     "sglang",
     "emulation",
