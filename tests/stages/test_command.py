@@ -38,7 +38,7 @@ def test_native_rows(prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--spec", "mtp", "--drafter", "ngram"], "--spec mtp with --drafter ngram"),
         (["--spec", "chain", "--drafter", "own"], "--spec chain with --drafter own"),
         (["--spec", "mtp", "--draft-tokens", "10"], "write pad 10"),
-        (["--spec", "mtp", "--model", "tiny_dspark"], "mtp over 3 draft stages"),
+        (["--spec", "mtp", "--model", "tiny_dspark"], "tiny_dspark has 3 draft stages"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -40,11 +40,20 @@ def model_of(model: ModelSpec, spec: str, drafter: str) -> ModelSpec:
     """The model with the draft stages that a run needs: for DSpark's own drafts its DSpark variant, where there is one.
 
     The target's layers are the same in both.
+
+    Raises:
+        ConfigError: own drafts without a stage, or mtp with several.
     """
     variant = configs_dir() / "models" / f"{model.name}_dspark.json"
-    if spec != "dspark" or drafter != "own" or not variant.is_file() or model.num_draft_stages > 1:
-        return model
-    return ModelSpec.load(variant.stem)
+    if spec == "dspark" and drafter == "own" and variant.is_file() and model.num_draft_stages < 2:
+        model = ModelSpec.load(variant.stem)
+    count = model.num_draft_stages
+    if drafter == "own" and spec != "none" and (count != 1 if spec == "mtp" else not count):
+        raise ConfigError(
+            f"--spec {spec} with --drafter own: model {model.name} has {count} draft stages (entries of compress_ratios "
+            f"beyond num_hidden_layers); {'1 is' if spec == 'mtp' else '1 or more are'} needed"
+        )
+    return model
 
 
 def own_drafter(target: Any, model: ModelSpec, spec: str, seed: int) -> OwnDrafter:
