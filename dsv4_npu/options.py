@@ -81,6 +81,17 @@ def whole(low: int, high: int = LARGEST) -> Callable[[str], int]:
 positive = whole(1)
 
 
+def integer(text: str) -> int:
+    """An argparse type: any integer that fits 53 bits; what else is allowed is said by whoever uses it."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise _refuse(text, "an integer") from None
+    if abs(value) > LARGEST:
+        raise _refuse(text, f"an integer from {-LARGEST:,} to {LARGEST:,}")
+    return value
+
+
 def number(low: float, high: float, words: str, above: bool = False) -> Callable[[str], float]:
     """An argparse type: a finite number of ``low`` (or above it) to ``high``; ``words`` say so."""
 

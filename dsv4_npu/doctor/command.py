@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--for",
         dest="purpose",
         choices=tuple(PURPOSES),
-        default="emulation",
-        help=f"what the exit status is about (default: emulation). {meant}",
+        help="what the exit status is about (default: serving where torch_npu or CANN is installed, else emulation). "
+        + meant,
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--quick", action="store_true", help="metadata and files alone: start no other process")
@@ -34,15 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look and print; exit status 0 only if the machine is usable for ``--for``, else 1."""
-    lines = judge(gather(args.quick, HOOK))
-    stops = {purpose: blockers(lines, purpose) for purpose in PURPOSES}
-    usable = {purpose: not found for purpose, found in stops.items()}
+    facts = gather(args.quick, HOOK)
+    purpose = args.purpose or ("serving" if "torch_npu" in facts.versions or facts.cann[0] else "emulation")
+    lines = judge(facts)
+    stops = {name: blockers(lines, name) for name in PURPOSES}
+    usable = {name: not found for name, found in stops.items()}
     if args.json:
-        data = {"for": args.purpose, "usable": usable, "quick": args.quick, "lines": [asdict(one) for one in lines]}
+        data = {"for": purpose, "usable": usable, "quick": args.quick, "lines": [asdict(one) for one in lines]}
         print(json.dumps(data, indent=1))
     else:
         _show(lines, stops)
-    return 0 if usable[args.purpose] else 1
+    return 0 if usable[purpose] else 1
 
 
 def _show(lines: list[Line], stops: dict[str, list[Line]]) -> None:

@@ -35,6 +35,7 @@ from dsv4_npu.options import (
     OPTIONS,
     check_outputs,
     drafts_for,
+    integer,
     options_named,
     positive,
     share_above_zero,
@@ -65,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*SPECS, "tree"),
         help="may be repeated (default: chain); mtp: a chain from the model's own stage, see docs/draft-stages.md",
     )
-    parser.add_argument("--draft-tokens", type=int, help="drafts per verify; D is one more (chain, mtp: 3, dspark: 5)")
+    parser.add_argument(
+        "--draft-tokens", type=integer, help="drafts per verify; D is one more (chain, mtp: 3, dspark: 5)"
+    )
     parser.add_argument(
         "--drafter",
         choices=("ngram", "early-exit", "scripted", "own", "eagle"),
@@ -95,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "see docs/native-rows.md",
     )
     parser.add_argument("--overlap", action="store_true", help="launch a round before the one before it is learned")
-    parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the coins")
+    parser.add_argument("--seed", type=integer, default=0, help="of the model's weights and of the coins")
     add_tree_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
     parser.add_argument("--report", type=Path, metavar="OUT.html", help="write a picture of the run's memory (HTML)")

@@ -18,6 +18,7 @@ from dsv4_npu.options import (
     drafts_for,
     gib,
     gib_above_zero,
+    integer,
     model_for,
     options_named,
     positive,
@@ -85,7 +86,12 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--context", type=positive, default=131072, metavar="N", help="longest request in tokens (default: 131072)")
     add("--max-running", type=whole(1, MOST_ROWS), default=64, metavar="N", help="request slots (default: 64)")
     add("--spec", default="chain", choices=tuple(DEFAULT_DRAFTS), help="speculative decode (default: chain)")
-    add("--draft-tokens", type=int, metavar="K", help="drafts per verify; D = K + 1 (chain: 3, dspark: the block size)")
+    add(
+        "--draft-tokens",
+        type=integer,
+        metavar="K",
+        help="drafts per verify; D = K + 1 (chain: 3, dspark: the block size)",
+    )
     add(
         "--swa-ratio",
         type=share_above_zero,

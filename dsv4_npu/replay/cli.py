@@ -21,6 +21,7 @@ from dsv4_npu.options import (
     check_outputs,
     drafts_for,
     gib_above_zero,
+    integer,
     model_for,
     options_named,
     positive,
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="v4_flash", help="a model name or the path of a config.json")
     add("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"))
     add("--spec", default="chain", choices=tuple(DEFAULT_DRAFTS), help="speculative decode")
-    add("--draft-tokens", type=int, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
+    add("--draft-tokens", type=integer, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
     add("--accept-rate", type=share, default=0.7, help="SIMULATED: chance of each draft (default: 0.7)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(

@@ -230,6 +230,17 @@ def test_the_exit_status_is_about_the_purpose(
     assert {"name": "CANN", "state": "missing"}.items() <= next(x for x in data["lines"] if x["name"] == "CANN").items()
 
 
+def test_without_a_purpose_an_ascend_host_is_meant_for_serving(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = replace(without("torch_npu"), cann=("", ""), npu=None)
+    for host, status in ((ascend_host(), 0), (without("torch_npu"), 1), (plain, 0)):
+        monkeypatch.setattr(command, "gather", lambda quick, hook, host=host: host)
+        assert main(["doctor", "--json"]) == status
+        meant = "emulation" if host is plain else "serving"
+        assert json.loads(capsys.readouterr().out)["for"] == meant
+
+
 def test_lines_fit_and_each_gap_shows_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     command._show(judge(without("torch_npu")), {"serving": judge(without("torch_npu"))[:1]})
     text = capsys.readouterr().out

@@ -49,6 +49,8 @@ def test_numbers_are_read(kind: argparse._ActionType, text: str, value: object) 
     [
         (options.positive, "x", "'x': an integer of at least 1 is needed"),
         (options.positive, "0", "'0': an integer of at least 1 is needed"),
+        (options.integer, "x", "'x': an integer is needed"),
+        (options.integer, "-" + "9" * 400, "an integer from -9,007,199,254,740,992 to"),
         (options.positive, "9" * 5000, "…': an integer of at least 1 is needed"),
         (options.positive, "9" * 400, f"…': an integer from 1 to {2**53:,} is needed"),
         (options.whole(1, 1024), "1025", "'1025': an integer from 1 to 1,024 is needed"),

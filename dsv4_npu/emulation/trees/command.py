@@ -23,7 +23,7 @@ from dsv4_npu.emulation.trees.model import TINY, TINY_NAME, build_llama
 from dsv4_npu.emulation.trees.options import TreeOptions
 from dsv4_npu.emulation.trees.result import summarise_trees
 from dsv4_npu.errors import ConfigError
-from dsv4_npu.options import OPTIONS, check_outputs, options_named, whole
+from dsv4_npu.options import OPTIONS, check_outputs, integer, options_named, whole
 from dsv4_npu.spec.trees import TreeSpec, most_nodes
 
 #: Values of ``--spec`` that a plain model takes.
@@ -43,9 +43,11 @@ _OPTIONS = {
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``run`` that trees and ranks bring along."""
-    parser.add_argument("--topk", type=int, help=f"branches per node of --spec tree (default: {DEFAULT_TOPK})")
-    parser.add_argument("--steps", type=int, help=f"levels of --spec tree (default: {DEFAULT_STEPS})")
-    parser.add_argument("--simulated-length", type=int, help="rows per round of --accept simulated (default: random)")
+    parser.add_argument("--topk", type=integer, help=f"branches per node of --spec tree (default: {DEFAULT_TOPK})")
+    parser.add_argument("--steps", type=integer, help=f"levels of --spec tree (default: {DEFAULT_STEPS})")
+    parser.add_argument(
+        "--simulated-length", type=integer, help="rows per round of --accept simulated (default: random)"
+    )
     parser.add_argument(
         "--simulated-tokens",
         choices=("fixed", "drafts"),
