@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dsv4_npu.errors import UnavailableError
-from dsv4_npu.sglang.sampling_module import is_stand_in
 
 #: The value of SGLang's ``_is_npu`` flags. They are constants of import time, so each is set in its module.
 YES = True
@@ -42,12 +41,9 @@ def add_missing_modules() -> list[str]:
         module.npu_scatter_nd_update_ = _scatter_rows  # type: ignore[attr-defined]
         module.__getattr__ = _absent  # type: ignore[method-assign]
         added.append("torch_npu")
-    if not _found(_KERNELS.partition(".")[0]) or is_stand_in(sys.modules.get("sgl_kernel_npu")):
-        for name in ("sgl_kernel_npu", "sgl_kernel_npu.mem_cache", _KERNELS):
-            if name not in sys.modules:
-                _empty(name).__path__ = []
-                added.append(name)
-        sys.modules[_KERNELS].alloc_extend_kernel = _PageKernel()  # type: ignore[attr-defined]
+    if not _found("sgl_kernel_npu"):
+        _empty(_KERNELS).alloc_extend_kernel = _PageKernel()  # type: ignore[attr-defined]
+        added.append(_KERNELS)
     return added
 
 

@@ -31,8 +31,6 @@ FUNCTIONS = (
 #: The modules from which SGLang's others import them. Before 0.5.23 they went to the library itself, at each call.
 SOURCES = ("sglang.kernels.ops.speculative.verify_sampling", "sglang.kernels.ops.sampling.renorm", SAMPLE)
 
-_STAND_IN = "dsv4_npu's functions in the place of an absent sgl_kernel_npu."
-
 logger = logging.getLogger(__name__)
 
 
@@ -45,22 +43,16 @@ def is_absent() -> bool:
     return places is None or PathFinder.find_spec(SAMPLE, list(places)) is None
 
 
-def is_stand_in(module: types.ModuleType | None) -> bool:
-    """Whether the module was put there by :func:`inject`."""
-    return module is not None and module.__doc__ == _STAND_IN
-
-
 def inject() -> bool:
     """Put stand-ins into ``sys.modules`` if the library's functions are absent; whether it did.
 
-    Takes effect only before SGLang's ``verify_sampling`` is first imported.
+    Takes effect only before SGLang's ``verify_sampling`` is first imported. The library itself gets no stand-in: SGLang
+    imports it for operators that only it brings, and must go on to say that it is not there.
     """
     if not is_absent():
         return False
     from dsv4_npu import sampling
 
-    if LIBRARY not in sys.modules and PathFinder.find_spec(LIBRARY) is None:
-        _module(LIBRARY, package=True)
     sample = _module(SAMPLE, package=True)
     greedy = _module(GREEDY, package=False)
     for name in FUNCTIONS:
@@ -117,7 +109,7 @@ def _holders(name: str) -> list[tuple[types.ModuleType, Callable[..., Any] | Non
 
 
 def _module(name: str, package: bool) -> types.ModuleType:
-    module = types.ModuleType(name, _STAND_IN)
+    module = types.ModuleType(name, "dsv4_npu's functions in the place of an absent sgl_kernel_npu.")
     module.__spec__ = ModuleSpec(name, None, is_package=package)
     if package:
         module.__path__ = []

@@ -67,17 +67,15 @@ def verify_applied() -> None:
         lines = [f"  {state.target.purpose} ({state.target.theirs}): {state.detail}" for state in wrong]
         raise UnavailableError(
             f"dsv4_npu is not fully applied to SGLang {versions.installed()} in this process; refusing to serve with "
-            f"a mixture. {len(wrong)} of {len(report)} replacements are not in force:\n"
-            + "\n".join(lines)
-            + f"\n{_advice()}"
+            f"a mixture. {_advice()} {len(wrong)} of {len(report)} replacements are not in force:\n" + "\n".join(lines)
         )
     _verified.append(platform)
 
 
 def _advice() -> str:
-    from dsv4_npu.sglang.plugin import ORIGINALS
+    from dsv4_npu.sglang.plugin import FAILURES, ORIGINALS
 
-    if not ORIGINALS:
+    if not ORIGINALS and not FAILURES:
         return (
             "The plugin did not run here: SGLANG_PLUGINS must be unset or contain the platform's name, and programs "
             "that build SGLang's parts themselves must call sglang.srt.plugins.load_plugins() first."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import json
 import logging
 import sys
 import types
@@ -26,7 +27,7 @@ from dsv4_npu.sglang import names, plugin, sampling_module, verify
 from dsv4_npu.sglang.limits import check_swa_tokens
 from dsv4_npu.sglang.start import before_pools
 from dsv4_npu.sglang.targets import EMULATED, TARGETS, Target, targets
-from tests.sglang.processes import ROOT, answer
+from tests.sglang.processes import ROOT, answer, run
 
 HERE = targets(EMULATED, "0.5.23")
 HOOKED = [target for target in HERE if target.kind in ("class", "function", "around")]
@@ -113,6 +114,10 @@ answer = {
 }
 from sgl_kernel_npu.sample.verify_tree_greedy import verify_tree_greedy
 answer["greedy"] = verify_tree_greedy is ours.verify_tree_greedy
+try:
+    import sgl_kernel_npu
+except ImportError as error:
+    answer["library"] = str(error)
 
 # The guard off: nothing is injected before SGLang's module is imported.
 import importlib
@@ -141,6 +146,7 @@ def test_the_npu_platform_and_its_sampling_functions() -> None:
     assert found["is npu"] == [True, True, False]  # T8: the in-tree identity, which DeepSeek-V4 asks for
     assert found["ours"] == list(sampling_module.FUNCTIONS)
     assert found["greedy"]
+    assert found["library"] == "No module named 'sgl_kernel_npu'"  # nobody pretends that its operators are there
     assert found["none without the injection"] == list(sampling_module.FUNCTIONS)
     assert found["rewritten"] > 1000
 
@@ -286,6 +292,25 @@ def test_every_process_is_stopped_before_it_takes_memory(unverified: pytest.Monk
     for call in calls.values():
         with pytest.raises(UnavailableError, match="not fully applied"):
             call()
+
+
+SERVER = """
+import runpy, sys
+sys.argv = ["launch_server", "--model-path", {path!r}, "--device", "cpu", "--load-format", "dummy"]
+runpy.run_module("sglang.launch_server", run_name="__main__")
+"""
+
+
+def test_a_server_whose_plugin_was_left_out_stops_with_the_list(tmp_path: Path) -> None:
+    """SGLang's own way to leave plugins out, and its own launcher: without the check it would serve."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    done = run(SERVER.format(path=str(tmp_path)), EMULATED, SGLANG_PLUGINS="another")
+    assert done.returncode != 0
+    said = done.stderr[done.stderr.index("UnavailableError: dsv4_npu is not fully applied") :]
+    assert "The plugin did not run here" in said
+    assert [target for target in HERE if f"({target.theirs})" not in said] == []
 
 
 CLASSES = [target for target in HERE if target.kind == "class" and "pool sizes" not in target.purpose]
