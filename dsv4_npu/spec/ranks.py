@@ -45,6 +45,8 @@ class RankSync:
         depth: the largest W, width of ``accept_index``.
         device: of the results; gloo serves "cpu", hccl an NPU, nccl a CUDA device.
         group: the process group; None is the default one.
+        check_now: look for differences in each call of :meth:`agree`, which reads the device; None: on a CPU alone.
+            Otherwise call :meth:`check` where the host reads the outcome anyway.
 
     Attributes:
         rounds: rounds so far.
@@ -61,18 +63,21 @@ class RankSync:
         *,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
+        check_now: bool | None = None,
     ) -> None:
         for name, value in (("batch", batch), ("width", width), ("depth", depth)):
             if value < 1:
                 raise InputError(f"{name} = {value}: at least 1 is needed")
         self.batch, self.width, self.depth = batch, width, depth
         self.device, self.group = torch.device(device), group
+        self.check_now = self.device.type == "cpu" if check_now is None else check_now
         self.rank = dist.get_rank(group)
         self.rounds = 0
         self._size = len(_HEADER) + batch * (1 + width + depth + 1)
         self._overruled = torch.zeros((), dtype=torch.int64, device=self.device)
-        # Headers of rounds that nobody has looked at: own, received, and how many of their numbers count.
-        self._unchecked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # The first number of a header that was not rank 0's: round, place in the header (-1: none), own, rank 0's.
+        self._none = torch.tensor([0, -1, 0, 0], dtype=torch.int32, device=self.device)
+        self._found = self._none
 
     @property
     def overruled(self) -> int:
@@ -92,8 +97,8 @@ class RankSync:
 
         Raises:
             InputError: a batch, D or W above the sizes of this object, before anything is sent.
-            AuditError: this rank's round, batch, D, W, drafts or a length differ from rank 0's. On a device, where
-                looking would stop the host, :meth:`check` raises it.
+            AuditError: this rank's round, batch, D, W, drafts or a length differ from rank 0's; without ``check_now``
+                :meth:`check` raises it.
         """
         batch, depth = result.accept_index.shape
         width = result.predict.numel() // batch if batch else 0
@@ -110,8 +115,8 @@ class RankSync:
         mine[: own.numel()] = own
         theirs = self._broadcast(mine.clone())
         head = len(_HEADER) + batch
-        self._unchecked.append((mine[:head], theirs[:head]))
-        if self.device.type == "cpu":
+        self._compare(mine[:head], theirs[:head])
+        if self.check_now:
             self.check()
         agreed = self._unpack(result, theirs[head:])
         self._overruled += self._differ(result, agreed)
@@ -125,22 +130,25 @@ class RankSync:
         self._broadcast(header)
 
     def check(self) -> None:
-        """Compare what this rank and rank 0 knew before each round since the last call; reads the device.
+        """Whether this rank and rank 0 knew the same before each round since the last call; reads the device.
 
         Raises:
-            AuditError: naming what differs and both values.
+            AuditError: naming the first thing that differed, and both values.
         """
-        pairs, self._unchecked = self._unchecked, []
-        for mine, theirs in pairs:
-            own, seen = mine.tolist(), theirs.tolist()
-            for at, (here, there) in enumerate(zip(own, seen, strict=True)):
-                if here == there:
-                    continue
-                if at < len(_HEADER):
-                    what = _HEADER[at]
-                else:
-                    what = f"committed length of request {at - len(_HEADER)} of the batch"
-                raise AuditError(f"rank {self.rank}, round {own[0]}: {what} is {here}, rank 0 has {there}")
+        number, at, here, there = self._found.tolist()
+        self._found = self._none
+        if at < 0:
+            return
+        what = _HEADER[at] if at < len(_HEADER) else f"committed length of request {at - len(_HEADER)} of the batch"
+        raise AuditError(f"rank {self.rank}, round {number}: {what} is {here}, rank 0 has {there}")
+
+    def _compare(self, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Note the first difference of two headers, without a look at the values."""
+        bad = mine != theirs
+        at = bad.to(torch.int32).argmax()
+        place = torch.where(bad.any(), at, -1).to(torch.int32)
+        seen = torch.stack((mine[0], place, mine[at], theirs[at]))
+        self._found = torch.where(self._found[1] >= 0, self._found, seen)
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
         dist.broadcast(buffer, group_src=0, group=self.group)

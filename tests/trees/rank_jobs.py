@@ -112,6 +112,21 @@ def mismatches(rank: int) -> list[str]:
     return said
 
 
+def later(rank: int) -> list[str]:
+    """Looked for after several rounds, as a device would be: the first difference is told, once."""
+    sync = RankSync(4, 4, 4, check_now=False)
+    for round_ in range(6):
+        sync.agree(_result(2), torch.tensor([5, 6 + (rank if round_ in (2, 4) else 0)]))
+    said = []
+    for _ in range(2):
+        try:
+            sync.check()
+            said.append("")
+        except AuditError as error:
+            said.append(str(error))
+    return said
+
+
 def idle(rank: int) -> dict[str, Any]:
     """Rank 1 has no requests in one round, both have none in another; the third is an ordinary one."""
     sync = RankSync(2, 3, 3)

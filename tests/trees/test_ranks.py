@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Any
 
@@ -16,13 +17,23 @@ from tests.trees import rank_jobs
 SHORT = 60
 
 
+MODELS = {
+    "llama greedy": ("llama", {"accept": "greedy", "temperature": 0.0}),
+    "llama target-only": ("llama", {"accept": "target-only", "temperature": 0.8}),
+    "deepseek rejection": ("deepseek", {"accept": "rejection", "temperature": 0.8}),
+}
+
+
 @pytest.fixture(scope="module")
 def pair() -> list[dict[str, Any]]:
     """Two ranks that play everything; starting them is what takes time."""
+    with_models = importlib.util.find_spec("transformers") is not None
     jobs: list[tuple[str, str, dict[str, Any]]] = [
+        *((name, *job) for name, job in MODELS.items() if with_models),
         ("thousand", "rounds", {"count": 1000}),
         ("alone", "rounds", {"count": SHORT, "synced": False}),
         ("mismatches", "mismatches", {}),
+        ("later", "later", {}),
         ("idle", "idle", {}),
         *(("without " + name, "rounds", {"count": SHORT, "parts": [p for p in PARTS if p != name]}) for name in PARTS),
     ]
@@ -65,6 +76,12 @@ def test_what_differs_is_named(pair: list[dict[str, Any]]) -> None:
     assert first[-1] == second[-1] == "batch = 5: at most 4 was agreed on"
 
 
+def test_what_differed_is_told_when_somebody_looks(pair: list[dict[str, Any]]) -> None:
+    first, second = (results["later"] for results in pair)
+    assert first == ["", ""]
+    assert second == ["rank 1, round 3: committed length of request 1 of the batch is 7, rank 0 has 6", ""]
+
+
 def test_idle_ranks_and_empty_batches_take_part(pair: list[dict[str, Any]]) -> None:
     for results in pair:
         assert results["idle"]["empty"] == [0, 3]
@@ -87,24 +104,11 @@ def test_sizes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
             RankSync(**{"batch": 1, "width": 1, "depth": 1, name: 0})
 
 
-@pytest.fixture(scope="module")
-def models() -> list[dict[str, Any]]:
-    """The two engines on two ranks, with a temperature and without."""
+@pytest.mark.parametrize("name", MODELS)
+def test_replicas_write_one_history(pair: list[dict[str, Any]], name: str) -> None:
+    """Two whole replicas with noise and random numbers of their own."""
     pytest.importorskip("transformers", reason="the emulation needs transformers")
-    jobs = [
-        (f"{model} {accept}", model, {"accept": accept, "temperature": temperature})
-        for model, accept, temperature in (
-            ("llama", "greedy", 0.0),
-            ("llama", "target-only", 0.8),
-            ("deepseek", "rejection", 0.8),
-        )
-    ]
-    return on_ranks(2, rank_jobs.play, jobs)
-
-
-@pytest.mark.parametrize("name", ["llama greedy", "llama target-only", "deepseek rejection"])
-def test_replicas_write_one_history(models: list[dict[str, Any]], name: str) -> None:
-    first, second = (results[name] for results in models)
+    first, second = (results[name] for results in pair)
     assert first["outputs"] == second["outputs"]
     assert first.get("history") == second.get("history")
     assert first["noise"] != second["noise"]
