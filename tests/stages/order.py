@@ -185,8 +185,9 @@ class Result:
     def share(self, rounds: int = 700) -> float:
         """Share of wrong entries in the long run, accept lengths uniform in 1..D, every length as likely at first."""
         weight = np.zeros(len(self.lengths))
-        start = self.lengths >= self.lengths.max() // 2
-        weight[start] = 1 / start.sum()
+        # States are numbered from the prompts' on, by length: one state of each length of the second period.
+        period = (int(self.lengths.max()) + 1) // 2
+        weight[period - 1 : 2 * period - 1] = 1 / period
         width = self.follows.shape[1]
         made = bad = 0.0
         for index in range(rounds):

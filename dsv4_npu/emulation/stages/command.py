@@ -50,7 +50,7 @@ def model_of(model: ModelSpec, spec: str, drafter: str) -> ModelSpec:
     count = model.num_draft_stages
     if drafter == "own" and spec != "none" and (count != 1 if spec == "mtp" else not count):
         raise ConfigError(
-            f"--spec {spec} with --drafter own: model {model.name} has {count} draft stages (entries of compress_ratios "
+            f"--spec {spec} with --drafter own: model {model.name} has {count} draft stages (compress_ratios "
             f"beyond num_hidden_layers); {'1 is' if spec == 'mtp' else '1 or more are'} needed"
         )
     return model
