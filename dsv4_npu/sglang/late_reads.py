@@ -36,7 +36,7 @@ class LateReads:
         if values.device.type == "cpu":
             host = values.clone()
         else:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host = _pinned(torch.empty(values.shape, dtype=values.dtype))
             host.copy_(values, non_blocking=True)
             event = torch.get_device_module(values.device).Event()
             event.record()
@@ -56,7 +56,15 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return _pinned(tensor).to(device, non_blocking=True)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """In pinned memory where the device has it; a copy from or to other memory is done when it returns."""
+    try:
+        return tensor.pin_memory()
+    except (RuntimeError, NotImplementedError):
+        return tensor
 
 
 def host_ids(page_ids: Any) -> npt.NDArray[Any]:

@@ -85,7 +85,9 @@ class Side:
         context: int = 8192,
         ratios: tuple[int, ...] = (0, 4, 128),
         dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
     ) -> None:
+        self.device = device
         self.ours, self.parts = ours, parts(ours)
         full, swa = full_pages * PAGE, (swa_pages or full_pages) * PAGE
         entries = (full // GROUP if c128_pages is None else c128_pages) * UNIT
@@ -107,7 +109,7 @@ class Side:
             qk_rope_head_dim=8,
             indexer_head_dim=128,
             layer_num=len(ratios),
-            device="cpu",
+            device=device,
             enable_memory_saver=False,
             compression_ratios=list(ratios),
             start_layer=0,
@@ -119,9 +121,9 @@ class Side:
             full_size=full,
         )
         self.alloc = self.parts.allocator(
-            full, swa, page_size=PAGE, dtype=dtype, device="cpu", kvcache=self.pool, need_sort=False
+            full, swa, page_size=PAGE, dtype=dtype, device=device, kvcache=self.pool, need_sort=False
         )
-        self.table = self.parts.requests(size=rows, max_context_len=context, device="cpu", enable_memory_saver=False)
+        self.table = self.parts.requests(size=rows, max_context_len=context, device=device, enable_memory_saver=False)
         self.table.register_dsv4_allocator(self.alloc)
 
     def open(self, count: int) -> list[Any] | None:
@@ -134,11 +136,12 @@ class Side:
         rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
         old = torch.tensor([req.kv.kv_allocated_len for req in reqs])
         new = torch.tensor(lengths)
+        at_rows, at_old, at_new = self._sent(rows, old, new)
         table = self.table.req_to_token
-        last = torch.where(old > 0, table[rows, (old - 1).clamp(min=0)].long(), torch.full_like(old, -1))
+        last = torch.where(at_old > 0, table[at_rows, (at_old - 1).clamp(min=0)].long(), torch.full_like(at_old, -1))
         count = int((new - old).sum())
         bundle = self.alloc.alloc_extend(
-            old, old, new, new, last, count, req_pool_indices=rows, req_to_token_pool=self.table
+            at_old, old, at_new, new, last, count, req_pool_indices=at_rows, req_to_token_pool=self.table
         )
         if bundle is None:
             return None
@@ -156,11 +159,12 @@ class Side:
         """One more position of each request; None when it does not fit."""
         rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
         new = torch.tensor([req.kv.kv_allocated_len + 1 for req in reqs])
-        last = self.table.req_to_token[rows, new - 2]
-        bundle = self.alloc.alloc_decode(new, new, last, req_pool_indices=rows, req_to_token_pool=self.table)
+        at_rows, at_new = self._sent(rows, new)
+        last = self.table.req_to_token[at_rows, at_new - 2]
+        bundle = self.alloc.alloc_decode(at_new, new, last, req_pool_indices=at_rows, req_to_token_pool=self.table)
         if bundle is None:
             return None
-        self.table.write((rows, new - 1), bundle.out_full_loc.int())
+        self.table.write((at_rows, at_new - 1), bundle.out_full_loc.int())
         self.parts.hooks["maybe_write_dsv4_decode"](self._batch(bundle, rows), new, 1)
         for req in reqs:
             req.kv.kv_allocated_len += 1
@@ -195,6 +199,9 @@ class Side:
             "holders": int(self.alloc.c128_page_refcount.sum()),
             "rows": self.table.available_size(),
         }
+
+    def _sent(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        return [value.to(self.device, non_blocking=True) for value in values]
 
     def _batch(self, bundle: Any, rows: torch.Tensor) -> Any:
         return types.SimpleNamespace(
