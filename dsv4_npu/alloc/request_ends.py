@@ -39,6 +39,14 @@ class RequestEnds(RequestRows):
         self._expect(request, "retract", State.PREFILL, State.DECODE, State.KEPT)
         self._end(request, "retract")
 
+    def withdraw(self, request: Request) -> None:
+        """Put a request back into the queue that was admitted and has planned nothing: its memory found no room."""
+        self._expect(request, "withdraw", State.PREFILL)
+        if request.unlearned or request.planned != request.cached:
+            raise OwnershipError(f"withdraw: request {request.rid!r} is planned to {request.planned}: retract it")
+        self._close_row(request)
+        request.state = State.QUEUED
+
     def keep(self, request: Request) -> None:
         """Make the request a session that owns its row between turns.
 

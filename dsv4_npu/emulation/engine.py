@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from dsv4_npu.alloc.request import State, Step
+from dsv4_npu.alloc.request import Request, State, Step
 from dsv4_npu.budget import PoolSizes
 from dsv4_npu.config import CacheConfig
 from dsv4_npu.emulation.drafters import Drafter
 from dsv4_npu.emulation.flights import FlightLoop
+from dsv4_npu.emulation.parking import Parking
 from dsv4_npu.emulation.requests import EngineOptions, RequestRun, RoundRecord
 from dsv4_npu.emulation.stages import OwnDrafter
 from dsv4_npu.emulation.stream import EVENTS
@@ -52,6 +54,11 @@ class Engine(FlightLoop):
     ) -> None:
         super().__init__(model, config, sizes, drafter, options, on_round)
         self.waiting: deque[RequestRun] = deque()
+        self.parking: Parking | None = None
+        if options.retract == "snapshot":
+            self.parking = Parking(self.pools, self.life, options.host_bytes)
+        elif options.retract != "recompute":
+            raise InputError(f"retract = {options.retract!r}; 'recompute' or 'snapshot' is needed")
         self._submitted = 0
         self._crowded = False
 
@@ -72,6 +79,10 @@ class Engine(FlightLoop):
         self._check_context(kept + len(more), max_new)
         self.drain()
         self.life.resume(request, more, max_new, keep=keep)
+        if request.state is State.PREFILL and request.planned == request.cached:
+            # Without room it waits for its pages like any other.
+            with suppress(CapacityError):
+                self._bring_back(request)
         run.prompt = request.tokens.tolist()
         run.max_new, run.finish = max_new, ""
         run.outputs, run.logits, run.accepts = [], [], Counter()
@@ -94,14 +105,14 @@ class Engine(FlightLoop):
         return position
 
     def retract(self, run: RequestRun) -> None:
-        """Take a running request's memory away; it waits, and computes its history again.
+        """Take a running request's memory away; it waits, and then gets its history back as ``options.retract`` says.
 
         Rounds in flight are learned first; nothing more is done if one of them ended the request.
         """
         self.drain()
         if run.finish:
             return
-        self.life.retract(run.request)
+        self._take_memory(run)
         self.running.remove(run)
         self.waiting.appendleft(run)
 
@@ -109,6 +120,7 @@ class Engine(FlightLoop):
         """End a request wherever it is; nothing of it is kept, and rounds in flight compute it for nothing."""
         if run.life is not None:
             self.life.abort(run.life)
+            self._forget(run.life)
         for place in (self.running, self.waiting):
             if run in place:
                 place.remove(run)
@@ -122,6 +134,7 @@ class Engine(FlightLoop):
             self.life.abort(run.request)
         else:
             self.life.finish(run.request)
+        self._forget(run.request)
 
     def run(self) -> list[RequestRun]:
         """Run until every request is done; they come back in the order they were submitted."""
@@ -180,6 +193,7 @@ class Engine(FlightLoop):
                     run.life = self.life.admit(run.rid, run.prompt, run.max_new, self.options.stop)
                 else:
                     self.life.readmit(run.life)
+                    self._bring_back(run.life)
             except CapacityError:
                 if self._give_up_a_session():
                     continue
@@ -190,12 +204,31 @@ class Engine(FlightLoop):
             self._place(self.waiting.popleft())
 
     def _give_up_a_session(self) -> bool:
-        """Take the memory of the oldest idle session; its next turn computes the history again."""
+        """Take the memory of the oldest idle session; its next turn gets the history back."""
         for run in self.finished:
             if run.life is not None and run.life.state is State.KEPT:
-                self.life.retract(run.request)
+                self._take_memory(run)
                 return True
         return False
+
+    def _take_memory(self, run: RequestRun) -> None:
+        if self.parking is not None:
+            self.parking.save(run.request)
+        self.life.retract(run.request)
+
+    def _bring_back(self, request: Request) -> None:
+        """Restore what the host keeps of a freshly admitted request; without room it goes back into the queue."""
+        if self.parking is None:
+            return
+        try:
+            self.parking.bring_back(request)
+        except CapacityError:
+            self.life.withdraw(request)
+            raise
+
+    def _forget(self, request: Request) -> None:
+        if self.parking is not None:
+            self.parking.forget(request)
 
     def _with_room(self, runs: list[RequestRun], plan: Callable[[list[RequestRun]], Step]) -> Step | None:
         """Plan a step; while the pages do not suffice, rounds in flight are learned, then idle sessions and then the

@@ -85,6 +85,9 @@ class EngineOptions:
         seed: of the coins.
         device: "cpu", or "npu" for the emulated one (:mod:`dsv4_npu.emulation.device`).
         overlap: launch a verify round before the one before it is learned.
+        retract: how a request gets its history back that had to give up its pages: "recompute" it, or restore a
+            "snapshot" from host memory.
+        host_bytes: most host memory for snapshots; the least recently used one gives way and is recomputed.
     """
 
     batch: int = 8
@@ -98,3 +101,5 @@ class EngineOptions:
     seed: int = 0
     device: str = "cpu"
     overlap: bool = False
+    retract: Literal["recompute", "snapshot"] = "recompute"
+    host_bytes: int = 1 << 30

@@ -45,13 +45,17 @@ class HostStore:
         self.used_bytes += snapshot.nbytes
         return evicted
 
-    def touch(self, key: Hashable) -> bool:
-        """Mark a snapshot as used now; False when it was evicted."""
+    def get(self, key: Hashable) -> Snapshot | None:
+        """A snapshot that stays, marked as used now; None when it was evicted."""
         self._expect(key)
         if key in self._evicted:
-            return False
+            return None
         self._held.move_to_end(key)
-        return True
+        return self._held[key]
+
+    def touch(self, key: Hashable) -> bool:
+        """Mark a snapshot as used now; False when it was evicted."""
+        return self.get(key) is not None
 
     def take(self, key: Hashable) -> Snapshot | None:
         """Hand a snapshot out and forget it; None when it was evicted: its request must be recomputed."""

@@ -35,6 +35,9 @@ class Setting:
     prefix_cache: bool = True
     poison: bool = True
     native: bool = False
+    overlap: bool = False
+    retract: str = "recompute"
+    host_bytes: int = 1 << 30
 
 
 class Bench:
@@ -91,6 +94,9 @@ class Bench:
             accept=setting.accept,  # type: ignore[arg-type]
             clear=setting.clear,
             prefix_cache=setting.prefix_cache,
+            overlap=setting.overlap,
+            retract=setting.retract,  # type: ignore[arg-type]
+            host_bytes=setting.host_bytes,
         )
         engine = Engine(
             self.model, config, sizes, make_drafter(drafter) if isinstance(drafter, str) else drafter, options, on_round

@@ -1,0 +1,330 @@
+"""Retracted requests come back from host snapshots; outputs stay the oracle's, and every snapshot is accounted for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from dsv4_npu.alloc.request import State
+from dsv4_npu.emulation.engine import Engine, RequestRun
+from dsv4_npu.emulation.parking import Parking, ParkingCounts
+from dsv4_npu.emulation.states import StateKeeper
+from dsv4_npu.errors import ConfigError, InputError, OwnershipError
+from tests.emulation.harness import Bench, Setting
+from tests.emulation.test_life import finish, random_life, words
+from tests.movement.test_model import poison
+
+SETTING = Setting(c128_page=1, width=6, batch=3, new_tokens=24, chunk=128, retract="snapshot")
+
+
+def counts_of(engine: Engine) -> ParkingCounts:
+    assert engine.parking is not None
+    return engine.parking.counts
+
+
+def settled(engine: Engine) -> None:
+    """Nothing is left on the host, and every snapshot is accounted for."""
+    parking = engine.parking
+    assert parking is not None
+    assert not parking.store.used_bytes
+    assert not parking.store.keys()
+    assert not parking._history
+
+
+def watched(engine: Engine) -> list[tuple[int, int]]:
+    """Positions that prefills compute from now on, as ``(start, end)``."""
+    spans: list[tuple[int, int]] = []
+    real = engine._launch_prefill
+
+    def launch(step, runs) -> None:  # type: ignore[no-untyped-def]
+        spans.extend(zip(step.starts.tolist(), step.ends.tolist(), strict=True))
+        real(step, runs)
+
+    engine._launch_prefill = launch  # type: ignore[method-assign]
+    return spans
+
+
+@pytest.mark.parametrize(("platform", "overlap"), [("a3", False), ("a5", True)])
+def test_nothing_is_computed_twice(bench: Bench, platform: str, overlap: bool) -> None:
+    engine = bench.engine(replace(SETTING, platform=platform, overlap=overlap, prefix_cache=False), "early-exit")
+    runs = [engine.submit(words(seed, 110 + 9 * seed), 20) for seed in range(3)]
+    engine.step()
+    spans = watched(engine)
+    for turn in range(3):
+        for _ in range(1 + turn):
+            engine.step()
+        for run in list(engine.running):
+            engine.retract(run)
+            assert run.finish or run.request.state is State.QUEUED
+        poison(engine)
+    finish(bench, engine)
+    assert all(end - start == 1 for start, end in spans), "one known token is left to compute"
+    counts = counts_of(engine)
+    assert counts.saved == counts.restored == sum(run.retractions for run in runs) >= 8
+    assert counts.positions >= 110 * counts.restored
+    assert (counts.evicted, counts.refused, counts.outdated, counts.put_off) == (0, 0, 0, 0)
+    settled(engine)
+
+
+def at_every_position(bench: Bench, setting: Setting, first: int, last: int) -> None:
+    """Leave and come back wherever a round ends; two settings with and without rejected drafts meet every position."""
+    engine = bench.engine(replace(setting, batch=1, new_tokens=last - first + 8, context=640), "early-exit")
+    run = engine.submit(bench.prompt(first), last - first + 8)
+    lengths = set()
+    while not run.finish:
+        engine.step()
+        if run in engine.running and run.request.state is State.DECODE:
+            engine.retract(run)
+            if not run.finish:
+                lengths.add(len(run.request) - 1)
+                poison(engine)
+    assert lengths >= set(range(first, last)), sorted(set(range(first, last)) - lengths)
+    finish(bench, engine)
+    assert counts_of(engine).restored == counts_of(engine).saved >= last - first
+    settled(engine)
+
+
+@pytest.mark.parametrize(("platform", "overlap"), [("a3", False), ("a5", True)])
+def test_around_the_end_of_a_window(bench: Bench, platform: str, overlap: bool) -> None:
+    # A prefill of one token follows each return, so every position is met.
+    at_every_position(bench, replace(SETTING, platform=platform, overlap=overlap), 125, 131)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("platform", ["a3", "a5"])
+def test_at_every_position_of_a_window(bench: Bench, platform: str, overlap: bool) -> None:
+    at_every_position(bench, replace(SETTING, platform=platform, overlap=overlap), 123, 260)
+
+
+@pytest.mark.parametrize(("platform", "overlap"), [("a3", False), ("a5", True)])
+def test_under_pressure(bench: Bench, platform: str, overlap: bool) -> None:
+    setting = replace(SETTING, platform=platform, overlap=overlap, swa_ratio=0.25, batch=3, context=384)
+    engine = bench.engine(setting, "early-exit")
+    runs = [engine.submit(words(seed, 110 + 5 * seed), 20) for seed in range(3)]
+    finish(bench, engine)
+    assert sum(run.retractions for run in runs), "the pool was meant to be too small"
+    counts = counts_of(engine)
+    assert counts.restored == counts.saved > 0
+    settled(engine)
+
+
+def test_an_evicted_snapshot_is_counted_and_recomputed(bench: Bench) -> None:
+    engine = bench.engine(replace(SETTING, prefix_cache=False), "early-exit")
+    runs = [engine.submit(words(seed, 140), 10) for seed in range(3)]
+    for _ in range(3):
+        engine.step()
+    parking = engine.parking
+    assert parking is not None
+    engine.retract(runs[0])
+    size = parking.store.used_bytes
+    # Room for one more; the third makes the first give way.
+    parking.store.budget_bytes = int(size * 2.2)
+    engine.retract(runs[1])
+    engine.retract(runs[2])
+    assert parking.store.keys() == [1, 2]
+    assert parking.counts.evicted == 1
+    parking.store.budget_bytes = size // 2
+    spans = watched(engine)
+    finish(bench, engine)
+    assert parking.counts.restored == 2
+    assert sorted(start for start, _ in spans)[:1] == [0], "the first request computes its history again"
+    settled(engine)
+
+
+def test_a_snapshot_beyond_the_budget_is_refused_and_recomputed(bench: Bench) -> None:
+    engine = bench.engine(replace(SETTING, host_bytes=1000), "early-exit")
+    run = engine.submit(words(1, 140), 10)
+    for _ in range(2):
+        engine.step()
+    engine.retract(run)
+    finish(bench, engine)
+    assert (counts_of(engine).refused, counts_of(engine).saved) == (1, 0)
+    settled(engine)
+
+
+def test_a_request_whose_rows_are_not_proved_resident_is_recomputed(bench: Bench) -> None:
+    engine = bench.engine(SETTING, "early-exit")
+    run = engine.submit(words(1, 140), 10)
+    for _ in range(2):
+        engine.step()
+    run.request.log.overrun(engine.alloc.committed(run.row), engine.alloc.committed(run.row) + 256)
+    engine.retract(run)
+    finish(bench, engine)
+    assert (counts_of(engine).refused, counts_of(engine).saved) == (1, 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_while_it_waits_drops_the_snapshot(bench: Bench, overlap: bool) -> None:
+    engine = bench.engine(replace(SETTING, overlap=overlap), "early-exit")
+    runs = [engine.submit(words(seed, 130), 20) for seed in range(2)]
+    for _ in range(3):
+        engine.step()
+    engine.retract(runs[0])
+    assert engine.parking is not None
+    assert engine.parking.store.keys() == [0]
+    engine.abort(runs[0])
+    settled(engine)
+    finish(bench, engine)
+    assert [run.finish for run in runs] == ["abort", "length"]
+    assert counts_of(engine).restored == 0
+
+
+def test_a_return_without_room_leaves_nothing_half_done(bench: Bench) -> None:
+    engine = bench.engine(replace(SETTING, prefix_cache=False), "early-exit")
+    run, other = engine.submit(words(1, 200), 8), engine.submit(words(2, 20), 20)
+    for _ in range(3):
+        engine.step()
+    engine.retract(run)
+    before = engine.alloc.usage()
+    parking = engine.parking
+    assert parking is not None
+    for family in range(3):
+        taken = engine.alloc.ledger.take(*(engine.alloc.state.free(one) if one == family else 0 for one in range(3)))
+        engine._admit()
+        assert run in engine.waiting
+        assert run.request.state is State.QUEUED
+        assert parking.store.keys() == [0]
+        engine.alloc.ledger.untake(*taken)
+        assert {k: v[0] for k, v in engine.alloc.usage().items()} == {k: v[0] for k, v in before.items()}
+        engine.alloc.audit()
+    assert parking.counts.put_off == 3
+    assert run.retractions == 1
+    finish(bench, engine)
+    assert parking.counts.restored == 1
+    assert other.finish == "length"
+    settled(engine)
+
+
+@pytest.mark.parametrize("platform", ["a3", "a5"])
+@pytest.mark.parametrize(("keep", "restored", "outdated"), [(None, 1, 0), (141, 0, 1)])
+def test_an_idle_session_that_gave_way(
+    bench: Bench, platform: str, keep: int | None, restored: int, outdated: int
+) -> None:
+    engine = bench.engine(replace(SETTING, platform=platform), "early-exit")
+    run = engine.submit(words(1, 140), 10, session=True)
+    engine.run()
+    bench.check(run)
+    assert engine._give_up_a_session()
+    assert run.request.state is State.QUEUED
+    poison(engine)
+    engine.resume(run, words(3, 7), 12, keep=keep)
+    while not run.finish:
+        engine.step()
+    bench.check(run)
+    engine.end_session(run)
+    finish(bench, engine)
+    assert (counts_of(engine).restored, counts_of(engine).outdated) == (restored, outdated)
+    settled(engine)
+
+
+def test_a_session_that_ends_while_it_waits_drops_its_snapshot(bench: Bench) -> None:
+    engine = bench.engine(SETTING, "early-exit")
+    run = engine.submit(words(1, 140), 4, session=True)
+    engine.run()
+    assert engine._give_up_a_session()
+    engine.end_session(run)
+    settled(engine)
+
+
+@pytest.mark.parametrize("seed", [200])
+def test_random_lives(bench: Bench, seed: int) -> None:
+    saved = lives(bench, seed)
+    assert saved.saved == saved.restored + saved.evicted + saved.outdated + DROPPED[-1]
+
+
+#: Snapshots dropped because their request ended, per random life.
+DROPPED: list[int] = []
+
+
+def lives(bench: Bench, seed: int) -> ParkingCounts:
+    """A random life in which every retraction saves; returns what became of the snapshots."""
+    made: list[Engine] = []
+
+    class Parked(Bench):
+        def __init__(self) -> None:
+            self.__dict__.update(bench.__dict__)
+
+        def engine(self, setting: Setting, *args: object) -> Engine:  # type: ignore[override]
+            rng = random.Random(seed)
+            overlap, size = rng.random() < 0.5, rng.choice([250_000, 1 << 30])
+            drafter = "early-exit" if overlap else args[0]
+            changed = replace(setting, retract="snapshot", host_bytes=size, overlap=overlap)
+            made.append(super().engine(changed, drafter, *args[1:]))  # type: ignore[arg-type]
+            return made[-1]
+
+    dropped, real = [0], Parking.forget
+
+    def forget(self: Parking, request: object) -> None:
+        if getattr(request, "state", None) is not State.PREFILL and request.rid in self.store:  # type: ignore[attr-defined]
+            dropped[0] += 1
+        real(self, request)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parking, "forget", forget)
+        random_life(Parked(), seed)
+    DROPPED.append(dropped[0])
+    settled(made[0])
+    return counts_of(made[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300, 330))
+def test_many_random_lives(bench: Bench, seed: int) -> None:
+    counts = lives(bench, seed)
+    assert counts.saved == counts.restored + counts.evicted + counts.outdated + DROPPED[-1]
+
+
+def broken(bench: Bench, platform: str = "a3") -> bool:
+    """Whether a retraction and return under the present rules goes wrong."""
+    engine = bench.engine(replace(SETTING, platform=platform, overlap=True), "early-exit")
+    run: RequestRun = engine.submit(words(1, 125), 8)
+    other = engine.submit(words(2, 20), 8)
+    for _ in range(3):
+        engine.step()
+    engine.retract(run)
+    poison(engine)
+    engine.step()
+    try:
+        finish(bench, engine)
+    except (AssertionError, InputError):
+        return True
+    assert other.finish
+    return False
+
+
+def test_what_must_be_caught(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not broken(bench)
+    real = StateKeeper.before_forward
+    with monkeypatch.context() as patch:
+        # Banks of freed pages emptied a second time, after the rows came back.
+        def again(self: StateKeeper, requests) -> None:  # type: ignore[no-untyped-def]
+            real(self, requests)
+            for request in requests:
+                if request.planned == len(request) and request.state is State.PREFILL:
+                    self.pools.c4_state.data[..., self.pools.c4_state.half :] = float("-inf")
+
+        patch.setattr(StateKeeper, "before_forward", again)
+        assert broken(bench)
+    with monkeypatch.context() as patch:
+        # A position too far: the last known token is taken for computed.
+        patch.setattr(
+            Parking, "bring_back", lambda self, request: setattr(request, "planned", len(request) - 1), raising=True
+        )
+        assert broken(bench)
+
+
+@pytest.mark.parametrize(("options", "error"), [({"retract": "swap"}, InputError), ({"host_bytes": 0}, ConfigError)])
+def test_wrong_options(bench: Bench, options: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(options)) if "retract" in options else "budget_bytes"):
+        bench.engine(replace(SETTING, **options), "early-exit")  # type: ignore[arg-type]
+
+
+def test_withdraw_needs_a_fresh_admission(bench: Bench) -> None:
+    engine = bench.engine(SETTING, "early-exit")
+    run = engine.submit(words(1, 140), 10)
+    engine.step()
+    with pytest.raises(OwnershipError, match="withdraw"):
+        engine.life.withdraw(run.request)
