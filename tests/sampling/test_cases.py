@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,26 +196,80 @@ def run_raw(target: Target, op: str) -> Callable[..., None]:
     return lambda *arguments: ops[op](target.backend, *arguments)
 
 
-@pytest.mark.parametrize("op", [CHAIN, TREE, GREEDY])
-def test_40_large_batch(op: str, target: Target) -> None:
-    """More pieces of work than programs that a launch may have."""
-    bs = 4096 if target.kind in ("cpp", "cuda") else 30
-    batch = random_batch(40, bs, 8, 8, 4, exact=True)
-    if op == CHAIN:
-        batch = with_chain(batch)
-    launches: list[int] = []
-    if target.kind in ("interpreter", "cuda"):
-        from dsv4_npu.ops._launch import observers
+def only_programs(wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter run these programs of a grid and no others, which see the whole grid's size."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder, grids = interpreter.interpreter_builder, []
+    start, set_size, set_index = interpreter.GridExecutor.__init__, builder.set_grid_dim, builder.set_grid_idx
 
-        observers.append(lambda launch: launches.append(launch.programs))
-    try:
-        result = run(target, op, batch)
-    finally:
-        if target.kind in ("interpreter", "cuda"):
-            observers.pop()
-    JUDGES[op](batch, result)
+    def begin(self: Any, fn: Any, names: Any, grid: tuple[int, ...], hooks: Any = ()) -> None:
+        grids.append(grid)
+        start(self, fn, names, (len(wanted),), hooks)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__init__", begin)
+    monkeypatch.setattr(builder, "set_grid_dim", lambda *given: set_size(*grids[-1], 1, 1))
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_index(wanted[x], y, z))
+
+
+@functools.cache
+def large_batch(op: str) -> Batch:
+    batch = random_batch(40, 4096, 8, 8, 4, exact=True)
+    return with_chain(batch) if op == CHAIN else batch
+
+
+@functools.cache
+def right_for_large_batch(op: str) -> Result:
+    return run(Target("ref", "cpu"), op, large_batch(op))
+
+
+@pytest.fixture
+def launches() -> Iterator[list[int]]:
+    """The programs of each launch; empty where Triton is not installed."""
+    seen: list[int] = []
+
+    def note(launch: Any) -> None:
+        seen.append(launch.programs)
+
+    observers = importlib.import_module("dsv4_npu.ops._launch").observers if importlib.util.find_spec("triton") else []
+    observers.append(note)
+    yield seen
+    observers.remove(note)
+
+
+@pytest.mark.parametrize("op", [CHAIN, TREE, GREEDY])
+def test_40_large_batch(op: str, target: Target, launches: list[int]) -> None:
+    """4096 requests of 8 drafts. The interpreter takes minutes for them: see the next test."""
+    if target.kind == "interpreter":
+        pytest.skip("a test of its own")
+    batch = large_batch(op)
+    JUDGES[op](batch, run(target, op, batch))
+    assert len(launches) == (1 if target.kind == "cuda" else 0)
     assert all(0 < programs <= 65535 for programs in launches)
-    assert len(launches) == (0 if target.kind in ("ref", "cpp") else 1)
+
+
+@pytest.mark.parametrize(("cores", "programs", "wanted"), [(40, 40, [23]), (10**9, 4096, [0, 1, 2047, 4095])])
+@pytest.mark.parametrize("op", [CHAIN, TREE, GREEDY])
+def test_40_large_batch_in_the_interpreter(
+    op: str, cores: int, programs: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch, launches: list[int]
+) -> None:
+    """An NPU's grid and the widest: some programs of the one launch; each does its own requests and no other."""
+    launch = pytest.importorskip("dsv4_npu.ops._launch", reason="triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton's interpreter is off: with a GPU the kernels run compiled")
+    batch = large_batch(op)
+    monkeypatch.setattr(launch, "program_limit", lambda *device: cores)
+    only_programs(wanted, monkeypatch)
+    mine = run(Target("triton", "cpu"), op, batch)
+    whole = right_for_large_batch(op)
+    done = {request for program in wanted for request in range(program, 4096, programs)}
+    for b in range(4096):
+        if b in done:
+            assert mine.accept_index[b] == whole.accept_index[b]
+            assert mine.predicts[b * 8 : b * 8 + 8] == whole.predicts[b * 8 : b * 8 + 8]
+            assert mine.accept_token_num[b] == whole.accept_token_num[b]
+        else:
+            assert mine.accept_index[b] == mine.predicts[b * 8 : b * 8 + 8] == [-77] * 8
+    assert launches == [programs]
 
 
 @pytest.mark.parametrize("op", [CHAIN, TREE, GREEDY])

@@ -91,17 +91,16 @@ def test_uniform_row_keeps_the_lowest_tokens(target: Target) -> None:
 
 @pytest.mark.parametrize("vocab", [2, 2047, 4097, 129280])
 def test_sizes(vocab: int, target: Target) -> None:
-    if target.kind == "interpreter" and vocab > 5000:
-        pytest.skip("16 passes over a long row take the interpreter too long")
     rng = torch.Generator().manual_seed(vocab)
-    probs = smooth_rows(rng, 3, vocab)
+    rows = 1 if target.kind == "interpreter" and vocab > 5000 else 3  # the interpreter takes seconds for a long one
+    probs = smooth_rows(rng, rows, vocab)
     for name, limits in (
-        ("top_k_renorm_prob", torch.tensor([1, min(50, vocab), vocab // 2])),
-        ("top_p_renorm_prob", torch.tensor([0.05, 0.5, 0.95])),
+        ("top_k_renorm_prob", torch.tensor([min(50, vocab), 1, vocab // 2])[:rows]),
+        ("top_p_renorm_prob", torch.tensor([0.5, 0.05, 0.95])[:rows]),
     ):
         reference = getattr(ops, name)(probs, limits, backend="ref")
         result = getattr(ops, name)(probs.to(target.device), limits.to(target.device), backend=target.backend).cpu()
-        torch.testing.assert_close(result.sum(-1), torch.ones(3))
+        torch.testing.assert_close(result.sum(-1), torch.ones(rows))
         differing = (result > 0) != (reference > 0)
         assert int(differing.sum(-1).max()) <= (1 if name == "top_p_renorm_prob" else 0)
         agreed = ~differing
