@@ -24,8 +24,8 @@ PIPE_WIDTH = 120
 #: Page ids are 32-bit integers.
 MOST_TOKENS = 2**31 * 128
 MOST_ROWS = 2**16
-#: 1 PiB: more than any one device has.
-MOST_GIB = 2**20
+#: 16 TiB: more than any one device has.
+MOST_GIB = 2**14
 
 #: Fields that the library's messages name, and the options of the commands that set them.
 OPTIONS: Mapping[str, str] = {

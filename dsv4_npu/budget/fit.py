@@ -10,6 +10,8 @@ from dsv4_npu.budget.sizes import DEFAULT_SWA_RATIO, PoolSizes, sizes_for_tokens
 from dsv4_npu.config import CacheConfig, require_integer
 from dsv4_npu.errors import ConfigError
 
+USUAL_C128_PAGE = 16
+
 
 def largest_sizes(
     config: CacheConfig,
@@ -46,8 +48,18 @@ def largest_sizes(
             f"{_gib(budget)} cannot hold the state of {config.request_rows} request rows and one page of tokens "
             f"({_gib(need)}): raise --hbm-gib or lower --max-running "
             + (f"(at most {rows} fit)" if rows else "(not even one fits)")
+            + _unusual_pages(config)
         )
     return sizes(pages)
+
+
+def _unusual_pages(config: CacheConfig) -> str:
+    """Advice about pages that are larger than usual, which make the smallest deployment large."""
+    usual = config.platform.page_size
+    advice = f", or lower --page-size ({config.page}; usual is {usual})" if config.page > usual else ""
+    if config.c128_page_size > USUAL_C128_PAGE:
+        advice += f", or lower --c128-page-size ({config.c128_page_size}; usual is {USUAL_C128_PAGE})"
+    return advice
 
 
 def _largest_rows(config: CacheConfig, budget: int, sizes: Callable[[int, CacheConfig], PoolSizes]) -> int:
