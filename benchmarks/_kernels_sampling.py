@@ -9,6 +9,7 @@ from typing import Any
 import _kernels_public as public
 import torch
 from _kernels_case import POISON, Case, both, generator, same
+from _kernels_reading import add_rows
 
 from dsv4_npu.ops import _registry
 
@@ -144,7 +145,7 @@ def sampling_case(op: str, device: str, batch: int, drafts: int, vocab: int, riv
         verify,
         lambda x: batch * vocab * 4 * rows_read,
         "read",
-        others,
+        others | {"reading alone": lambda x: add_rows(x.p, None if tree else x.q)},
         sets=max(6, min(96, 2**29 // (batch * vocab * 4 * rows_read))) if device == "cuda" else 2,
         calls=96,
     )
