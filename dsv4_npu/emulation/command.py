@@ -97,6 +97,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="native: the platform's row formats and float32 states, compared with a plain decode over the same rows; "
         "see docs/native-rows.md",
     )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        help="positions that the pages of all requests hold (default: every request row filled); few make requests "
+        "give theirs back",
+    )
+    parser.add_argument(
+        "--retract",
+        choices=("recompute", "snapshot"),
+        default="recompute",
+        help="how a request that gave its pages back gets its history: computed again, or from host memory",
+    )
+    parser.add_argument(
+        "--host-mib", type=positive, default=1024, help="host memory for snapshots; the oldest one gives way"
+    )
     parser.add_argument("--overlap", action="store_true", help="launch a round before the one before it is learned")
     parser.add_argument("--seed", type=integer, default=0, help="of the model's weights and of the coins")
     add_tree_arguments(parser)
@@ -122,9 +137,10 @@ def deployment(args: argparse.Namespace, model: ModelSpec, platform: str, spec: 
     )
 
 
-def pool_sizes(config: CacheConfig, swa_ratio: float) -> PoolSizes:
-    """Pages for every request row filled to its width."""
-    return sizes_for_tokens(config, config.request_rows * config.width, swa_ratio)
+def pool_sizes(config: CacheConfig, swa_ratio: float, tokens: int | None = None) -> PoolSizes:
+    """Pages for ``tokens`` positions, at most (and if None) for every request row filled to its width."""
+    most = config.request_rows * config.width
+    return sizes_for_tokens(config, min(tokens or most, most), swa_ratio)
 
 
 def scripted_drafter(oracle: Oracle | PlainDecode, prompts: list[list[int]], vocab: int) -> Drafter:
@@ -152,6 +168,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--seed {args.seed}; 0 to 2**63 - 1 is needed")
     plain = plain_model(args.model)
     if plain is not None:
+        if args.rows == "native" or args.retract == "snapshot" or args.tokens:
+            raise ConfigError(
+                f"--rows native, --retract snapshot, --tokens with --model {args.model}: a DeepSeek-V4 model is needed"
+            )
         return run_plain(args, plain, console)
     refuse_trees(args)
     check_ranks(args.tp, args.device)
@@ -163,6 +183,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--temperature {args.temperature} with greedy acceptance; use --accept rejection")
     if args.temperature and args.drafter == "scripted":
         raise ConfigError("the scripted drafter follows the greedy oracle; use it with --temperature 0")
+    if args.rows == "native" and args.accept == "simulated":
+        raise ConfigError(
+            "--rows native with --accept simulated: made-up tokens cannot be compared; use --accept greedy"
+        )
     if args.rows == "native" and args.temperature:
         raise ConfigError(
             f"--rows native with --temperature {args.temperature}: tokens are compared with a plain greedy decode; "
@@ -187,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
     with options_named(_OPTIONS):
         configs = [deployment(args, spec_model, platform, spec, longest) for platform, spec in combinations]
         for config in configs:
-            pool_sizes(config, args.swa_ratio)
+            pool_sizes(config, args.swa_ratio, args.tokens)
     check_outputs(("--json", args.json), ("--report", args.report))
     work = (args, spec_model, list(zip(configs, combinations, strict=True)), prompts)
     if args.tp > 1:
@@ -258,6 +282,8 @@ def _run_one(
         seed=args.seed if seat is None else seat.seed(args.seed),
         device=args.device,
         overlap=args.overlap,
+        retract=args.retract,
+        host_bytes=args.host_mib << 20,
     )
     plain = None
     if args.rows == "native":
@@ -287,7 +313,7 @@ def _run_one(
             done = sum(len(r.outputs) for r in [*engine.finished, *engine.running])
             progress.update(decode, completed=done)
 
-        engine = Engine(model, config, pool_sizes(config, args.swa_ratio), drafter, options, on_round=tick)
+        engine = Engine(model, config, pool_sizes(config, args.swa_ratio, args.tokens), drafter, options, on_round=tick)
         picture = RunPicture(engine)
         if seat is not None:
             engine.device.replica = seat.replica(args.batch, spec.verify_width, spec.verify_width, args.seed)

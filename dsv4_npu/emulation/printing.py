@@ -50,6 +50,16 @@ def print_result(console: Console, result: RunResult) -> None:
     for f in result.families:
         families.add_row(f.name, str(f.used), str(f.peak), str(f.total), f"{f.bytes / 2**20:.2f}")
     console.print(families)
+    if result.parking is not None:
+        p = result.parking
+        console.print(
+            f"{result.retractions} retractions: {p.saved} snapshots (at most {p.peak_bytes / 2**20:.2f} MiB at once), "
+            f"{p.restored} restored with {p.positions} positions, {p.evicted} evicted, {p.refused} refused, "
+            f"{p.put_off} put off for want of pages; what was not restored was computed again",
+            soft_wrap=True,
+        )
+    elif result.retractions:
+        console.print(f"{result.retractions} retractions, each computed again")
     if result.device is not None:
         _print_device(console, result.device)
 

@@ -13,6 +13,7 @@ from dsv4_npu.emulation.costs import StepCosts
 from dsv4_npu.emulation.engine import Engine, RequestRun
 from dsv4_npu.emulation.native import NativeComparison, PlainDecode, compare_native
 from dsv4_npu.emulation.oracle import Oracle
+from dsv4_npu.emulation.parking import ParkingCounts
 from dsv4_npu.errors import AuditError
 
 #: Largest difference between two float64 computations of one logit that is put down to rounding.
@@ -64,6 +65,7 @@ class RunResult:
     ``reference``: what outputs are compared with; over native rows a plain decode over the same rows, where a
     difference at a choice that the rows do not settle is reported and no failure.
     ``device``: what decode steps cost on the emulated device; None on a CPU.
+    ``retractions``: how often a request gave its pages back; ``parking``: what became of their snapshots.
     ``ranks``: of a run on several tensor-parallel ranks, each of which must have the same history and be in order.
     """
 
@@ -76,6 +78,8 @@ class RunResult:
     seconds: float
     device: StepCosts | None = None
     reference: str = "the oracle"
+    parking: ParkingCounts | None = None
+    retractions: int = 0
     ranks: list[RankReport] = field(default_factory=list)
 
     @property
@@ -198,4 +202,6 @@ def summarise(
         seconds=seconds,
         device=None if engine.options.device == "cpu" else StepCosts.of(engine.costs),
         reference="the oracle" if plain is None else "a plain decode over the same rows",
+        parking=None if engine.parking is None else engine.parking.counts,
+        retractions=sum(r.retractions for r in requests),
     )
