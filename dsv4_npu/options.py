@@ -110,6 +110,7 @@ def number(low: float, high: float, words: str, above: bool = False) -> Callable
 share = number(0, 1, "a number from 0 to 1")
 share_above_zero = number(0, 1, "a number above 0, up to 1", above=True)
 above_zero = number(0, float("inf"), "a number above 0", above=True)
+finite = number(float("-inf"), float("inf"), "a finite number")
 
 
 def gib(text: str) -> Fraction:
@@ -167,9 +168,9 @@ def drafts_for(spec: str, draft_tokens: int | None, model: ModelSpec | None = No
     return block or DEFAULT_DRAFTS[spec]
 
 
-def check_outputs(*files: tuple[str, Path | None]) -> None:
-    """Refuse output files that cannot be written, or the same one twice, before anything runs."""
-    seen: dict[Path, str] = {}
+def check_outputs(*files: tuple[str, Path | None], read: Mapping[str, Path] | None = None) -> None:
+    """Refuse output files that cannot be written, the same one twice, or one that is ``read``, before anything runs."""
+    seen = {path.resolve(): name for name, path in (read or {}).items()}
     for option, path in files:
         if path is None:
             continue

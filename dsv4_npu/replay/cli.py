@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     trace = load_trace(args.trace, args.limit)
     if not trace:
         raise InputError(f"trace {args.trace}: it holds no request")
-    check_outputs(("--json", args.json), ("--report", args.report))
+    check_outputs(("--json", args.json), ("--report", args.report), read={"the trace": args.trace})
     columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=args.quiet) as bar:
         task = bar.add_task("replay", total=len(trace))

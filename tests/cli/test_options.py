@@ -58,6 +58,8 @@ def test_numbers_are_read(kind: argparse._ActionType, text: str, value: object) 
         (options.share, "nan", "a number from 0 to 1 is needed"),
         (options.share_above_zero, "0", "'0': a number above 0, up to 1 is needed"),
         (options.above_zero, "inf", "a number above 0 is needed"),
+        (options.finite, "-inf", "a finite number is needed"),
+        (options.finite, "warm", "'warm': a finite number is needed"),
         (options.gib, "1e999999999", "a number of GiB, 0 to 16,384, is needed"),
         (options.gib, "1/0", "a number of GiB"),
         (options.gib_above_zero, "0.0", "a number of GiB above 0 is needed"),
@@ -162,6 +164,15 @@ def test_replay_takes_the_dspark_checkpoint_and_says_so(tmp_path: Path, capsys: 
     mine.write_text((ROOT / "configs/models/v4_flash.json").read_text())
     status, told = status_and_error(capsys, "replay", trace, "--spec", "dspark", "--model", str(mine))
     assert (status, "--spec dspark: model mine has no dspark_block_size" in told) == (2, True)
+
+
+def test_an_input_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write(tmp_path, mixed(1))
+    before = trace.read_text()
+    for option in ("--json", "--report"):
+        status, told = status_and_error(capsys, "replay", str(trace), option, str(tmp_path / "." / trace.name))
+        assert (status, "the trace names the same file" in told) == (2, True)
+    assert trace.read_text() == before
 
 
 def test_a_replay_that_serves_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
