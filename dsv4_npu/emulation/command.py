@@ -28,7 +28,7 @@ from dsv4_npu.emulation.picture import RunPicture, report_path
 from dsv4_npu.emulation.printing import print_result, print_summary
 from dsv4_npu.emulation.result import RunResult, summarise
 from dsv4_npu.emulation.stages import OwnDrafter
-from dsv4_npu.emulation.stages.command import SPECS, drafter_of, model_of, own_drafter, rule_of
+from dsv4_npu.emulation.stages.command import SPECS, drafter_of, model_of, own_drafter, rule_of, watched
 from dsv4_npu.emulation.trees.command import add_tree_arguments, plain_model, refuse_trees, run_plain
 from dsv4_npu.errors import ConfigError
 from dsv4_npu.options import (
@@ -317,6 +317,7 @@ def _run_one(
         picture = RunPicture(engine)
         if seat is not None:
             engine.device.replica = seat.replica(args.batch, spec.verify_width, spec.verify_width, args.seed)
+        watch = watched(engine)
         for prompt in prompts:
             engine.submit(prompt, args.max_new_tokens)
         began = time.perf_counter()
@@ -327,7 +328,8 @@ def _run_one(
             for request in requests:
                 oracle.greedy(request.prompt, len(request.outputs))
                 progress.advance(check)
-        result = summarise(engine, requests, oracle, label, bool(args.temperature), seconds, plain)
+        drafts = None if watch is None else watch.compare()
+        result = summarise(engine, requests, oracle, label, bool(args.temperature), seconds, plain, drafts)
         if args.report and (seat is None or seat.rank == 0):
             several = len(args.platform or [0]) * len(args.spec or [0]) > 1
             picture.write(result, report_path(args.report, config.platform.name, name, several))

@@ -14,6 +14,7 @@ from dsv4_npu.emulation.engine import Engine, RequestRun
 from dsv4_npu.emulation.native import NativeComparison, PlainDecode, compare_native
 from dsv4_npu.emulation.oracle import Oracle
 from dsv4_npu.emulation.parking import ParkingCounts
+from dsv4_npu.emulation.stages.check import DraftComparison
 from dsv4_npu.errors import AuditError
 
 #: Largest difference between two float64 computations of one logit that is put down to rounding.
@@ -66,6 +67,7 @@ class RunResult:
     difference at a choice that the rows do not settle is reported and no failure.
     ``device``: what decode steps cost on the emulated device; None on a CPU.
     ``retractions``: how often a request gave its pages back; ``parking``: what became of their snapshots.
+    ``drafts``: of a run whose drafts come from the model's own stages: its proposals, compared.
     ``ranks``: of a run on several tensor-parallel ranks, each of which must have the same history and be in order.
     """
 
@@ -80,6 +82,7 @@ class RunResult:
     reference: str = "the oracle"
     parking: ParkingCounts | None = None
     retractions: int = 0
+    drafts: DraftComparison | None = None
     ranks: list[RankReport] = field(default_factory=list)
 
     @property
@@ -91,7 +94,8 @@ class RunResult:
     def ok(self) -> bool:
         """Identical, audited and without leaks."""
         agreed = all(rank.same_history and rank.ok for rank in self.ranks)
-        return self.identical and self.audit == "clean" and not self.leaked and agreed
+        drafted = self.drafts is None or not self.drafts.wrong
+        return self.identical and self.audit == "clean" and not self.leaked and agreed and drafted
 
     @property
     def simulated(self) -> bool:
@@ -190,6 +194,7 @@ def summarise(
     sampled: bool,
     seconds: float,
     plain: PlainDecode | None = None,
+    drafts: DraftComparison | None = None,
 ) -> RunResult:
     """Compare a finished run with the oracle, or with ``plain``, and collect its numbers."""
     return RunResult(
@@ -204,4 +209,5 @@ def summarise(
         reference="the oracle" if plain is None else "a plain decode over the same rows",
         parking=None if engine.parking is None else engine.parking.counts,
         retractions=sum(r.retractions for r in requests),
+        drafts=drafts,
     )

@@ -13,8 +13,8 @@ from dsv4_npu.emulation.device import held
 from dsv4_npu.emulation.drafters import Drafts
 from dsv4_npu.emulation.engine import Engine, RequestRun
 from dsv4_npu.emulation.stages import OwnDrafter, Proposal, build_stages
+from dsv4_npu.emulation.stages.linear import Linear
 from tests.emulation.harness import Bench, Setting, varied
-from tests.stages.linear import Linear
 
 #: Largest difference between two float64 computations of a draft's logits that is put down to rounding.
 TOLERANCE = 1e-9

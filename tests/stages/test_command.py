@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsv4_npu.cli import main
+from dsv4_npu.emulation.stages import StageRounds
 
 
 @pytest.fixture
@@ -46,3 +47,16 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     assert main(["run", "--prompts", prompts, *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_wrong_proposals_give_status_1(
+    prompts: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["run", "--prompts", prompts, "--spec", "mtp", "--max-new-tokens", "4"]
+    assert main(options) == 0
+    assert "proposals from the stages' own rows: all equal" in capsys.readouterr().out
+    monkeypatch.setattr(StageRounds, "committed", lambda self, *given: None)
+    assert main(options) == 1
+    shown = capsys.readouterr().out
+    assert "of them DIFFER" in shown
+    assert "identical = yes" in shown

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 from dsv4_npu.config import ModelSpec, configs_dir
+from dsv4_npu.emulation.engine import Engine
+from dsv4_npu.emulation.stages.check import DraftWatch
 from dsv4_npu.emulation.stages.drafter import OwnDrafter
+from dsv4_npu.emulation.stages.linear import Linear
 from dsv4_npu.emulation.stages.net import build_stages
 from dsv4_npu.errors import ConfigError
 from dsv4_npu.options import DEFAULT_DRAFTS
@@ -63,3 +66,17 @@ def own_drafter(target: Any, model: ModelSpec, spec: str, seed: int) -> OwnDraft
         ConfigError: the model has no stages, or several for mtp.
     """
     return OwnDrafter(build_stages(target, model, seed), "mtp" if spec == "mtp" else "dspark")
+
+
+def watched(engine: Engine) -> DraftWatch | None:
+    """Collect the proposals of an engine with draft stages.
+
+    None without stages, over rows that are not float64, and with simulated acceptance, whose history is made up.
+    """
+    stages, config = engine.device.stages, engine.config
+    if stages is None or config.kv_row != "fp64" or engine.options.accept == "simulated":
+        return None
+    linear = Linear(stages.net.target, stages.net, stages.kind, config.model.sliding_window)
+    watch = DraftWatch(linear, engine.running)
+    stages.watch = watch.see
+    return watch

@@ -12,7 +12,7 @@ import torch
 
 from dsv4_npu.emulation.model import cache_argument, transformers_module
 from dsv4_npu.emulation.numerics import KeepFloat64
-from dsv4_npu.emulation.stages import StageNet
+from dsv4_npu.emulation.stages.net import StageNet
 
 
 class Linear:
@@ -41,15 +41,16 @@ class Linear:
 
     def logits(self, tokens: Sequence[int], length: int, count: int) -> torch.Tensor:
         """``[count, V]`` behind the ``length`` committed positions and the root of ``tokens``."""
-        hidden = self.hidden(tokens)[:length]
-        tokens = list(tokens[: length + 1])
-        return self._chain(tokens, hidden, count) if self.kind == "mtp" else self._block(tokens, hidden, count)
+        # Each stage looks a window back from the rows that the next one reads; what lies before cannot matter.
+        first = max(0, length - self.net.stages * self.window)
+        hidden = self.hidden(tokens)[first:length]
+        near = list(tokens[first : length + 1])
+        return (
+            self._chain(near, hidden, first, count) if self.kind == "mtp" else self._block(near, hidden, first, count)
+        )
 
-    def _chain(self, tokens: list[int], hidden: torch.Tensor, count: int) -> torch.Tensor:
-        embedded = self.net.embed(torch.tensor(tokens[1:]))
-        # One stage: a row is a function of its own input, so those outside of the window of the last step are idle.
-        first = max(0, len(hidden) - self.window)
-        embedded, hidden, logits = embedded[first:], hidden[first:], []
+    def _chain(self, tokens: list[int], hidden: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        embedded, logits = self.net.embed(torch.tensor(tokens[1:])), []
         for _ in range(count):
             output = self._dense(embedded, hidden, first)[-1]
             logits.append(self.net.head(output))
@@ -57,10 +58,10 @@ class Linear:
             hidden = torch.cat((hidden, output[None]))
         return torch.stack(logits)
 
-    def _block(self, tokens: list[int], hidden: torch.Tensor, count: int) -> torch.Tensor:
+    def _block(self, tokens: list[int], hidden: torch.Tensor, first: int, count: int) -> torch.Tensor:
         embedded = torch.cat((self.net.embed(torch.tensor(tokens)), self.net.places[1:count]))
         hidden = torch.cat((hidden, hidden[-1:].expand(count, -1)))
-        return self.net.head(self._dense(embedded, hidden, 0)[-count:])
+        return self.net.head(self._dense(embedded, hidden, first)[-count:])
 
     def _dense(self, embedded: torch.Tensor, hidden: torch.Tensor, first: int) -> torch.Tensor:
         at = torch.arange(first, first + len(embedded))
