@@ -74,7 +74,7 @@ def watched(engine: Engine) -> DraftWatch | None:
     None without stages, over rows that are not float64, and with simulated acceptance, whose history is made up.
     """
     stages, config = engine.device.stages, engine.config
-    if stages is None or config.kv_row != "fp64" or engine.options.accept == "simulated":
+    if stages is None or config.kv_row != "fp64" or engine.options.accept not in ("greedy", "rejection"):
         return None
     linear = Linear(stages.net.target, stages.net, stages.kind, config.model.sliding_window)
     watch = DraftWatch(linear, engine.running)
