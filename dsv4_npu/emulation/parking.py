@@ -22,6 +22,7 @@ class ParkingCounts:
         restored: snapshots that came back; ``positions``: history that was not computed again for it.
         evicted: snapshots that gave way to later ones.
         refused: retractions without a snapshot: larger than the budget, or rows not proved to be in their rings.
+        empty: retractions of requests that had computed nothing yet.
         outdated: snapshots of a session whose history was cut.
         put_off: restores for which the pages were not there yet.
         peak_bytes: the most host memory that snapshots took at once.
@@ -32,6 +33,7 @@ class ParkingCounts:
     positions: int = 0
     evicted: int = 0
     refused: int = 0
+    empty: int = 0
     outdated: int = 0
     put_off: int = 0
     peak_bytes: int = 0
@@ -53,6 +55,7 @@ class Parking:
         """Copy a request's memory before it is retracted; none of its forwards may be in flight."""
         length = min(self.life.alloc.committed(request.row), len(request))
         if not length:
+            self.counts.empty += 1
             return
         if not request.log.resident(length):
             self.counts.refused += 1

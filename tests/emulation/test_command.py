@@ -81,6 +81,27 @@ def test_native_rows_are_compared_with_a_plain_decode(
     assert main(["run", *options]) == 1
 
 
+@pytest.mark.parametrize("how", ["snapshot", "recompute"])
+def test_few_pages_make_requests_leave_and_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    texts, out = tmp_path / "prompts.txt", tmp_path / "out.json"
+    texts.write_text("\n\n".join(word * 20 for word in ("river ", "lamp. ", "stone, ")), encoding="utf-8")
+    options = ["--prompts", str(texts), "--max-new-tokens", "20", "--tokens", "512", "--retract", how]
+    assert main(["run", *options, "--json", str(out)]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["retractions"] > 0
+    shown = " ".join(capsys.readouterr().out.split())
+    if how == "recompute":
+        assert run["parking"] is None
+        assert f"{run['retractions']} retractions, each computed again" in shown
+        return
+    parking = run["parking"]
+    assert parking["saved"] + parking["refused"] + parking["empty"] == run["retractions"]
+    assert parking["restored"] == parking["saved"] > 0
+    assert f"{parking['restored']} restored with {parking['positions']} positions" in shown
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -89,6 +110,8 @@ def test_native_rows_are_compared_with_a_plain_decode(
         (["--c128-page-size", "3"], "--c128-page-size = 3; a power of two"),
         (["--page-size", "100"], "--page-size = 100"),
         (["--temperature", "0.5"], "--temperature 0.5 with greedy"),
+        (["--tokens", "128"], "needs"),
+        (["--rows", "native", "--model", "tiny-llama"], "--rows native"),
         (["--rows", "native", "--accept", "rejection", "--temperature", "1"], "--rows native"),
         (["--temperature", "-1"], "--temperature -1"),
         (["--model", "nothing"], "'nothing' is not known"),
