@@ -1,8 +1,8 @@
-"""One Llama, its oracle on Hugging Face's own cache, and ways to run trees against it."""
+"""One model, its oracle on Hugging Face's own cache, and ways to run trees against it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from dsv4_npu.emulation.result import LOGIT_TOLERANCE
 from dsv4_npu.emulation.trees.drafting import ScriptedTrees, TreeDrafter, TreeDrafts
 from dsv4_npu.emulation.trees.engine import TreeEngine
 from dsv4_npu.emulation.trees.head import EagleHead
-from dsv4_npu.emulation.trees.model import TINY, build_llama
+from dsv4_npu.emulation.trees.model import TINY, build_target
 from dsv4_npu.emulation.trees.options import TreeOptions
 from dsv4_npu.spec.trees import TreeSpec
 
@@ -47,8 +47,8 @@ class Watched:
 class Bench:
     """A model and everything that is known about it without our memory."""
 
-    def __init__(self, **changes: Any) -> None:
-        self.model = build_llama({**TINY, **changes}, seed=0)
+    def __init__(self, base: Mapping[str, Any] = TINY, **changes: Any) -> None:
+        self.model = build_target({**base, **changes}, seed=0)
         self.oracle = Oracle(self.model)
         self.vocab = self.model.config.vocab_size
         self._prompts: dict[int, list[int]] = {}

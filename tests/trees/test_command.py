@@ -130,7 +130,7 @@ LLAMA, DSV4 = ["--model", "tiny-llama"], ["--model", "tiny"]
         ([*LLAMA, "--platform", "a3"], "--platform with --model tiny-llama: it goes with DeepSeek-V4 models only"),
         ([*LLAMA, "--device", "npu"], "--device npu with --model tiny-llama"),
         ([*LLAMA, "--overlap"], "--overlap with --model tiny-llama"),
-        ([*LLAMA, "--rows", "native"], "--rows native with --model tiny-llama"),
+        ([*LLAMA, "--rows", "native"], "--rows native"),
         ([*LLAMA, "--report", "x.html"], "--report with --model tiny-llama"),
         ([*LLAMA, "--simulated-length", "2"], "--simulated-length 2 with --accept greedy"),
         ([*LLAMA, "--accept", "simulated", "--simulated-length", "0"], "--simulated-length = 0; at least 1"),
@@ -161,7 +161,7 @@ def test_a_config_that_is_no_llama(prompts: str, tmp_path: Path, capsys: pytest.
     config = tmp_path / "config.json"
     for raw, words in (
         ({**TINY, "num_key_value_heads": 3}, "num_key_value_heads = 3; a divisor of num_attention_heads = 4"),
-        ({**TINY, "hidden_act": "nothing"}, "transformers refuses the Llama configuration"),
+        ({**TINY, "hidden_act": "nothing"}, "transformers refuses the llama configuration"),
         ({**TINY, "vocab_size": 100}, "bytes need 256 token ids"),
         ({**TINY, "hidden_size": 4096, "intermediate_size": 16384}, "parameters; the float64 emulation runs up to"),
     ):

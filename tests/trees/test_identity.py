@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from dsv4_npu.emulation.trees.drafting import ScriptedTrees
-from dsv4_npu.errors import CapacityError, ConfigError, InputError
+from dsv4_npu.emulation.trees.engine import TreeEngine
+from dsv4_npu.emulation.trees.model import TINY_LATENT
+from dsv4_npu.errors import CapacityError, ConfigError, InputError, UnavailableError
 from dsv4_npu.spec.trees import TreeSpec, most_nodes
 from tests.trees.harness import Bench, check_empty
 
@@ -35,9 +37,18 @@ def test_all_shapes(bench: Bench, topk: int, steps: int) -> None:
         assert most <= min(steps + 1, width)
 
 
+def in_order(engine: TreeEngine) -> None:
+    """After every round: the audit, and the three counters of each request."""
+    engine.alloc.audit()
+    for run in engine.running:
+        committed, allocated = engine.alloc.committed(run.row), engine.alloc.allocated(run.row)
+        assert len(run.request) == committed + 1 <= allocated
+        assert allocated % engine.pool.page == 0
+
+
 def test_every_length_and_moves_come_up(bench: Bench) -> None:
     spec = TreeSpec(3, 4, 12)
-    engine = bench.run(spec, [5, 9, 12, 20], bench.scripted(spec), new=40)
+    engine = bench.run(spec, [5, 9, 12, 20], bench.scripted(spec), new=40, on_round=in_order)
     accepts = {length for run in engine.finished for length in run.accepts}
     assert accepts == {1, 2, 3, 4, 5}
     assert engine.device.moved > 20
@@ -63,6 +74,21 @@ def test_multi_head_and_one_shared_head(heads: int) -> None:
     spec = TreeSpec(3, 3, 9)
     engine = bench.run(spec, LENGTHS)
     assert engine.pool.keys.shape[3] == heads
+    assert engine.device.moved
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_latent_rows(scripted: bool) -> None:
+    """One slab of compressed rows: what DeepSeek-V3 caches, moved and read like any other."""
+    try:
+        bench = Bench(TINY_LATENT)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    for length in LENGTHS:
+        bench.prompt(length)
+    spec = TreeSpec(3, 4, 12)
+    engine = bench.run(spec, LENGTHS, bench.scripted(spec) if scripted else None, page=4, new=24)
+    assert [tuple(slab.shape[2:]) for slab in engine.pool.tensors()] == [(4, 1, 16)]
     assert engine.device.moved
 
 

@@ -1,1 +1,1 @@
-"""A model with plain attention over a full-KV pool, decoded with trees of drafts: Hugging Face's Llama, tiny."""
+"""Models with plain attention over a full-KV pool, decoded with trees of drafts: Hugging Face's, tiny."""

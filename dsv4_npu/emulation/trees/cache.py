@@ -1,4 +1,4 @@
-"""Llama's cache layers over the full-KV pool, for batches of trees and of prompt chunks."""
+"""The target's cache layers over the full-KV pool, for batches of trees and of prompt chunks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _layer_class() -> type:
 
         is_sliding = False
 
-        def __init__(self, owner: PooledLlama, layer: int) -> None:
+        def __init__(self, owner: PooledTarget, layer: int) -> None:
             super().__init__()
             self.owner, self.layer = owner, layer
 
@@ -92,19 +92,26 @@ def _layer_class() -> type:
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Write the new rows ``[B, heads, q, dim]``; return those of the history and of this forward."""
+            """Write the new rows ``[B, heads, q, dim]``; return those of the history and of this forward.
+
+            A model with latent attention passes its compressed rows as keys and the rotary keys as values.
+            """
             plan, pool = self.owner.plan, self.owner.pool
-            new = [states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states)]
-            pool.write(self.layer, plan.slots.flatten(), *new)
+            new = [key_states, value_states]
+            if pool.values is None:
+                new = [torch.cat(new, dim=-1)]
+            pool.write(self.layer, plan.slots.flatten(), *(rows.transpose(1, 2).flatten(0, 1) for rows in new))
             keys, values = pool.read(self.layer, torch.cat((plan.history, plan.slots), dim=1))
-            assert values is not None
+            if values is None:
+                latent = key_states.shape[-1]
+                keys, values = keys[..., :latent], keys[..., latent:]
             return keys.transpose(1, 2), values.transpose(1, 2)
 
     return PoolLayer
 
 
-class PooledLlama:
-    """A Hugging Face Llama whose whole key-value memory is ``pool``."""
+class PooledTarget:
+    """A Hugging Face model with plain attention whose whole key-value memory is ``pool``."""
 
     def __init__(self, model: Any, pool: FullKVPool) -> None:
         self.model, self.pool = model, pool

@@ -19,7 +19,7 @@ from dsv4_npu.emulation.printing import print_result, print_summary
 from dsv4_npu.emulation.result import RunResult
 from dsv4_npu.emulation.trees.drafting import ScriptedTrees, TreeDrafter
 from dsv4_npu.emulation.trees.engine import TreeEngine
-from dsv4_npu.emulation.trees.model import TINY, TINY_NAME, build_llama
+from dsv4_npu.emulation.trees.model import BUILT_IN, TINY_NAME, build_target, is_plain
 from dsv4_npu.emulation.trees.options import TreeOptions
 from dsv4_npu.emulation.trees.result import summarise_trees
 from dsv4_npu.errors import ConfigError
@@ -60,9 +60,9 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plain_model(source: str) -> Mapping[str, Any] | None:
-    """The configuration of a model with plain attention: ``tiny-llama``, or a ``config.json`` of a Llama; else None."""
-    if source == TINY_NAME:
-        return TINY
+    """The configuration of a model with plain attention: built in, or a ``config.json``; None for any other."""
+    if source in BUILT_IN:
+        return BUILT_IN[source]
     path = Path(source)
     if path.suffix != ".json" or not path.is_file():
         return None
@@ -71,7 +71,7 @@ def plain_model(source: str) -> Mapping[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         # Whoever reads it as a DeepSeek-V4 configuration says what is wrong with it.
         return None
-    return raw if isinstance(raw, dict) and raw.get("model_type") == "llama" else None
+    return raw if isinstance(raw, dict) and is_plain(raw) else None
 
 
 def refuse_trees(args: argparse.Namespace) -> None:
@@ -167,7 +167,7 @@ def run_plain(args: argparse.Namespace, raw: Mapping[str, Any], console: Console
     if int(raw.get("vocab_size", 0)) < tokenizer.BYTES:
         raise ConfigError(f"model {args.model}: vocab_size = {raw.get('vocab_size')}; bytes need 256 token ids")
     tokenizer.read_prompts(args.prompts)
-    check_outputs(("--json", args.json))
+    check_outputs(("--json", args.json), read={"--prompts": args.prompts})
     if args.tp > 1:
         results = run_on_ranks(args.tp, _rank, args, dict(raw))
     else:
@@ -203,7 +203,7 @@ def _run_kinds(
     args: argparse.Namespace, raw: Mapping[str, Any], rank: int | None
 ) -> list[tuple[RunResult, Seat | None]]:
     torch.set_num_threads(1)
-    model = build_llama(raw, args.seed)
+    model = build_target(raw, args.seed)
     oracle = Oracle(model)
     prompts = [tokenizer.encode(text) for text in tokenizer.read_prompts(args.prompts)]
     results = []

@@ -18,10 +18,10 @@ from dsv4_npu.emulation.replica import Replica
 from dsv4_npu.emulation.requests import RequestRun, RoundRecord
 from dsv4_npu.emulation.trees.drafting import EagleTrees, TreeDrafter
 from dsv4_npu.emulation.trees.head import EagleHead
+from dsv4_npu.emulation.trees.model import pool_for
 from dsv4_npu.emulation.trees.options import TreeOptions
 from dsv4_npu.emulation.trees.rounds import Launched, TreeRounds
 from dsv4_npu.errors import AuditError, CapacityError, ConfigError, InputError
-from dsv4_npu.pools.full_kv import FullKVPool
 from dsv4_npu.spec import VerifyResult, accepted_rows, accepted_tokens, plan_commit, sizing
 from dsv4_npu.spec.trees import TreeSpec
 
@@ -35,10 +35,10 @@ def plain_rules(page: int) -> RollbackRules:
 
 
 class TreeEngine:
-    """Runs requests of one Llama over one full-KV pool.
+    """Runs requests of one model with plain attention over one full-KV pool.
 
     Args:
-        model: a Hugging Face Llama (:func:`~dsv4_npu.emulation.trees.model.build_llama`).
+        model: a Hugging Face model (:func:`~dsv4_npu.emulation.trees.model.build_target`).
         spec: the shape of a round.
         context_len: the longest history of a request.
         page: tokens per page.
@@ -89,15 +89,7 @@ class TreeEngine:
             )
         )
         self.life = Lifecycle(self.alloc, rules=plain_rules(page), reserve=reserve)
-        self.pool = FullKVPool(
-            config.num_hidden_layers,
-            pages,
-            page,
-            heads=config.num_key_value_heads,
-            key_dim=config.head_dim,
-            value_dim=config.head_dim,
-            dtype=torch.float64,
-        )
+        self.pool = pool_for(config, pages, page)
         head = EagleHead(model, options.head_seed)
         self.device = TreeRounds(
             model,

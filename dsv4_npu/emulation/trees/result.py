@@ -38,7 +38,11 @@ def summarise_trees(
         label=label,
         requests=found,
         families=[
-            FamilyUsage("FULL (keys and values)", *usage["FULL"], engine.pool.usage_bytes()),
+            FamilyUsage(
+                "FULL (latent rows)" if engine.pool.values is None else "FULL (keys and values)",
+                *usage["FULL"],
+                engine.pool.usage_bytes(),
+            ),
             FamilyUsage("request rows (states of the draft head)", *usage["ROW"], engine.device.states.nbytes),
         ],
         audit=verdict,

@@ -11,7 +11,7 @@ import torch
 from dsv4_npu import ops
 from dsv4_npu.emulation.replica import Replica
 from dsv4_npu.emulation.transfer import HostCopy
-from dsv4_npu.emulation.trees.cache import PooledLlama, plan_rows
+from dsv4_npu.emulation.trees.cache import PooledTarget, plan_rows
 from dsv4_npu.emulation.trees.drafting import TreeDrafter
 from dsv4_npu.emulation.trees.head import EagleHead
 from dsv4_npu.emulation.trees.options import TreeOptions
@@ -58,7 +58,7 @@ class TreeRounds:
     ) -> None:
         self.pool, self.block_table, self.spec, self.head = pool, block_table, spec, head
         self.drafter, self.options, self.replica = drafter, options, replica
-        self.pooled = PooledLlama(model, pool)
+        self.pooled = PooledTarget(model, pool)
         rows = block_table.shape[0]
         self.lengths = torch.zeros(rows, dtype=torch.int64)
         self.roots = torch.zeros(rows, dtype=torch.int64)
