@@ -6,6 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from dsv4_npu.emulation import device as emulated
+from dsv4_npu.emulation.engine import Engine
+from dsv4_npu.emulation.stages import OwnDrafter
+from dsv4_npu.errors import UnavailableError
 from dsv4_npu.movement import restore_snapshot, take_snapshot
 from tests.emulation.harness import Setting
 from tests.emulation.test_life import words
@@ -146,3 +150,46 @@ def test_a_window_that_moves_on(stages: StageBench) -> None:
     for length in (380, 250):
         watched.engine.submit(words(length, length), 12)
     watched.finish()
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_retraction_with_a_snapshot_of_the_engine(stages: StageBench, overlap: bool) -> None:
+    """The rows come back from host memory; what is prefilled is one token."""
+    setting = replace(SHARED, prefix_cache=False, retract="snapshot", platform="a3" if overlap else "a5")
+    watched = stages.own(setting, mixed(4), overlap)
+    engine, run = watched.engine, watched.engine.submit(words(1, 128), 12)
+    for outputs in (3, 8):
+        while len(run.outputs) < outputs:
+            engine.step()
+        engine.retract(run)
+        poison(engine)
+    watched.finish()
+    assert engine.parking is not None
+    assert engine.parking.counts.restored == 2
+
+
+@pytest.mark.parametrize("kind", ["chain", "dspark"])
+def test_on_the_emulated_device(mtp: StageBench, dspark: StageBench, kind: str) -> None:
+    """Drafting and injection leave the host alone: no value is read, and nothing is sent in a steady step."""
+    pytest.importorskip("triton", reason="the emulated npu device runs kernels under Triton's interpreter")
+    bench = mtp if kind == "chain" else dspark
+    try:
+        emulated.activate()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    base = bench.own(Setting(width=4, batch=2, context=320)).engine
+    options = replace(base.options, device="npu", overlap=True)
+    engine = Engine(
+        bench.model,
+        base.config,
+        base.pools.sizes,
+        OwnDrafter(bench.net, bench.kind),
+        options,  # type: ignore[arg-type]
+    )
+    watched = Watched(bench, engine, mixed(4) if kind == "chain" else None)
+    for length in (20, 6):
+        engine.submit(bench.prompt(length), 6)
+    watched.finish()
+    assert not any(cost.reads for cost in engine.costs)
+    # The steering of the test sends its drafts; the stages send nothing.
+    assert kind == "chain" or any(not cost.copies_in for cost in engine.costs)
