@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from dsv4_npu.options import (
     OPTIONS,
     check_outputs,
     drafts_for,
+    finite,
     integer,
     options_named,
     positive,
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=whole(1, MAX_BATCH), default=4, help="requests that run at once")
     parser.add_argument("--max-new-tokens", type=positive, default=32)
     parser.add_argument("--accept", choices=("greedy", "rejection", "target-only", "simulated"), default="greedy")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of rejection sampling; 0 is one-hot")
+    parser.add_argument("--temperature", type=finite, default=0.0, help="of rejection sampling; 0 is one-hot")
     parser.add_argument("--chunk", type=positive, default=256, help="prompt tokens per prefill forward")
     parser.add_argument("--page-size", type=positive, help="tokens per page (default: the platform's)")
     parser.add_argument("--c128-page-size", type=positive, default=16, help="C128 entries per page; below 16 for tests")
@@ -162,8 +162,6 @@ def run(args: argparse.Namespace) -> int:
     console = widened(Console())
     if args.temperature < 0:
         raise ConfigError(f"--temperature {args.temperature}; 0 or more is needed")
-    if not math.isfinite(args.temperature):
-        raise ConfigError(f"--temperature {args.temperature}; a finite number of 0 or more is needed")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed {args.seed}; 0 to 2**63 - 1 is needed")
     plain = plain_model(args.model)
@@ -212,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
         configs = [deployment(args, spec_model, platform, spec, longest) for platform, spec in combinations]
         for config in configs:
             pool_sizes(config, args.swa_ratio, args.tokens)
-    check_outputs(("--json", args.json), ("--report", args.report))
+    check_outputs(("--json", args.json), ("--report", args.report), read={"--prompts": args.prompts})
     work = (args, spec_model, list(zip(configs, combinations, strict=True)), prompts)
     if args.tp > 1:
         results = run_on_ranks(args.tp, _rank, *work)

@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args.device)
     console.print(f"selftest of dsv4-npu {__version__} on {target.words}", soft_wrap=True)
     torch.manual_seed(0)
-    report = examine(target, pools, args)
+    with console.status("selftest") as status:
+        report = examine(target, pools, args, tell=status.update)
     args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     _show(console, report)
     console.print(f"every number is in {args.json}: please send it back", soft_wrap=True)
@@ -146,19 +147,24 @@ def examine(
     target: Target,
     pools: Sequence[tuple[CacheConfig, float]],
     args: argparse.Namespace,
-    functions: Mapping[str, Callable[..., Any]] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """The whole report as plain data. ``functions`` replace ops, to see whether the cases notice."""
+    """The whole report as plain data. ``tell`` hears what runs: a kernel's first call may compile for a minute."""
     cases = [one for one in table() if not args.ops or one.op.removeprefix("sampling.").startswith(tuple(args.ops))]
     if not cases:
         raise InputError(f"--ops {' '.join(args.ops)}: no op begins so; {', '.join(sorted({c.op for c in table()}))}")
-    results = list(run_cases(target.device, target.emulated, functions, cases))
+    results: list[Result] = []
+    for number, case in enumerate(cases, 1):
+        tell(f"{number} of {len(cases)}: {case.op}: {case.name}")
+        results += run_cases(target.device, target.emulated, None, [case])
     if not args.ops:
+        tell("the compressor and the pools")
         results += probe_compressors(_operator(target, args.platform), target.device)
         results += [_build(config, share, target, args.tokens) for config, share in pools]
     measured: list[Timing] = []
     bandwidth = None
     if not (args.no_timings or args.ops or target.emulated):
+        tell("timings")
         bandwidth = copy_bandwidth(target.device)
         measured = list(timings(target.device, bandwidth))
     count = {outcome: sum(one.outcome == outcome for one in results) for outcome in (PASSED, FAILED, SKIPPED)}

@@ -116,6 +116,7 @@ def test_few_pages_make_requests_leave_and_come_back(
         (["--temperature", "-1"], "--temperature -1"),
         (["--model", "nothing"], "'nothing' is not known"),
         (["--prompts", "/nowhere/p.txt"], "/nowhere/p.txt"),
+        (["--prompts", "README.md", "--json", "README.md"], "--json README.md: --prompts names the same file"),
         (["--json", "/nowhere/out.json"], "--json /nowhere/out.json"),
         (["--report", "/tmp"], "--report /tmp"),
         (["--max-new-tokens", "100000"], "--max-new-tokens on top of the longest of --prompts: context = "),
