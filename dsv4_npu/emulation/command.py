@@ -166,10 +166,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--seed {args.seed}; 0 to 2**63 - 1 is needed")
     plain = plain_model(args.model)
     if plain is not None:
-        if args.rows == "native" or args.retract == "snapshot" or args.tokens:
-            raise ConfigError(
-                f"--rows native, --retract snapshot, --tokens with --model {args.model}: a DeepSeek-V4 model is needed"
-            )
         return run_plain(args, plain, console)
     refuse_trees(args)
     check_ranks(args.tp, args.device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from dsv4_npu import addressing
 from dsv4_npu.emulation import tokenizer
 from dsv4_npu.emulation.agreement import RankOutcome, Seat, check_ranks, run_on_ranks
 from dsv4_npu.emulation.oracle import Oracle
@@ -103,6 +104,7 @@ def _refuse_dsv4(args: argparse.Namespace) -> None:
         "--c128-page-size": args.c128_page_size != 16,
         "--swa-ratio": args.swa_ratio != 1.0,
         "--rows native": args.rows != "fp64",
+        "--retract snapshot": args.retract != "recompute",
         "--overlap": args.overlap,
         f"--device {args.device}": args.device != "cpu",
         "--report": args.report is not None,
@@ -219,11 +221,13 @@ def _run_one(
 ) -> RunResult:
     spec = tree_spec(args, kind)
     options = _options(args, args.seed if seat is None else seat.seed(args.seed))
+    page = args.page_size or DEFAULT_PAGE
     engine = TreeEngine(
         model,
         spec,
         context_len=max(map(len, prompts)) + args.max_new_tokens,
-        page=args.page_size or DEFAULT_PAGE,
+        page=page,
+        pages=None if args.tokens is None else addressing.pages_for(args.tokens, page),
         drafter=_scripted(oracle, prompts, spec, model.config.vocab_size) if args.drafter == "scripted" else None,
         options=options,
         replica=None if seat is None else seat.replica(args.batch, spec.width, spec.depth, args.seed),
