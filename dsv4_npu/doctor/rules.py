@@ -76,6 +76,11 @@ def _dotted(pair: tuple[int, int]) -> str:
     return f"{pair[0]}.{pair[1]}"
 
 
+def kind_of(device: str) -> str | None:
+    """The platform of an NPU by its name, None where it is not known."""
+    return next((kind for begin, kind in KINDS.items() if device.startswith(begin)), None)
+
+
 def _python(facts: Facts) -> Iterator[Line]:
     found = f"{_dotted(facts.python)} on {facts.machine}"
     if facts.python < (3, 10):
@@ -174,7 +179,7 @@ def _npu(facts: Facts) -> Iterator[Line]:
         found = "torch_npu sees no device" if asked else "nobody to ask: torch_npu does not run here"
         yield Line("NPU", MISSING, found, "npu-smi info; check the driver and the container's devices", ("serving",))
         return
-    kind = next((kind for begin, kind in KINDS.items() if devices[0].startswith(begin)), None)
+    kind = kind_of(devices[0])
     if kind is None:
         found = f"{len(devices)} × {devices[0]}, a kind that this package does not know"
         yield Line("NPU", WRONG, found, f"known: {', '.join(KINDS)}; choose --platform by hand", ("serving",))

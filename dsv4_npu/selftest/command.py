@@ -23,6 +23,7 @@ from dsv4_npu.compressor.fused import fused_operator, installed_compressor
 from dsv4_npu.compressor.probe import Operator, reference_operator
 from dsv4_npu.config import CacheConfig, PlatformSpec, SpeculationSpec
 from dsv4_npu.doctor.facts import installed, toolkit
+from dsv4_npu.doctor.rules import kind_of
 from dsv4_npu.emulation import device as emulated
 from dsv4_npu.errors import InputError, UnavailableError
 from dsv4_npu.options import (
@@ -57,11 +58,12 @@ _FRACTION = {True: 1.0, False: 0.01}
 
 @dataclass(frozen=True)
 class Target:
-    """What is tested. ``hardware``: a real NPU; ``emulated``: the npu device of the emulation."""
+    """What is tested. ``hardware``: a real NPU; ``emulated``: the npu device of the emulation; ``kind``: a platform."""
 
     device: torch.device
     hardware: bool = False
     emulated: bool = False
+    kind: str = "a3"
 
     @property
     def words(self) -> str:
@@ -85,11 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="cpu (default), npu or npu:N; without torch_npu an emulated npu, which every output names so",
     )
-    add("--json", type=Path, metavar="OUT", default=Path("dsv4-npu-selftest.json"), help="the file to send back")
+    add(
+        "--json",
+        type=Path,
+        metavar="OUT",
+        default=Path("dsv4-npu-selftest.json"),
+        help="the file to send back (default: dsv4-npu-selftest.json)",
+    )
     add("--ops", nargs="+", metavar="OP", help="only cases of ops whose name begins so; no pools, no probe")
     add("--no-timings", action="store_true", help="leave the timings out (the emulated npu has none)")
     add("--model", default="v4_flash", help="model of the pools (default: v4_flash)")
-    add("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"), help="rows and ownership (default: a3)")
+    kinds = "rows and ownership (default: the NPU's kind, else a3)"
+    add("--platform", choices=("a2", "a3", "a5", "cpu"), help=kinds)
     add("--spec", default="chain", choices=tuple(DEFAULT_DRAFTS), help="speculation of the pools (default: chain)")
     add("--tokens", type=whole(1, MOST_TOKENS), default=2**20, metavar="N", help="planned tokens (default: 1048576)")
     add("--max-running", type=whole(1, 4096), default=64, metavar="N", help="planned request slots (default: 64)")
@@ -104,10 +113,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Test, print what failed, write the file; exit status 0 only if nothing failed."""
     check_outputs(("--json", args.json))
-    with options_named():
-        pools = _planned(args)
     console = widened(Console(highlight=False))
     target = find_target(args.device)
+    args.platform = args.platform or target.kind
+    with options_named():
+        pools = _planned(args, target.hardware)
     console.print(f"selftest of dsv4-npu {__version__} on {target.words}", soft_wrap=True)
     torch.manual_seed(0)
     with console.status("selftest") as status:
@@ -140,7 +150,7 @@ def find_target(name: str) -> Target:
         raise UnavailableError(f"--device {name}: torch_npu sees no device; check `npu-smi info`")
     device = torch.device(name)
     backend.set_device(device)
-    return Target(device, hardware=True)
+    return Target(device, hardware=True, kind=kind_of(backend.get_device_name(device)) or "a3")
 
 
 def examine(
@@ -192,7 +202,7 @@ def machine(target: Target) -> dict[str, Any]:
     return found
 
 
-def _planned(args: argparse.Namespace) -> list[tuple[CacheConfig, float]]:
+def _planned(args: argparse.Namespace, hardware: bool = False) -> list[tuple[CacheConfig, float]]:
     """The configuration at full size (checked without memory) and at the share that is allocated."""
     model, _ = model_for(args.model, args.spec, "tested with")
     config = CacheConfig(
@@ -203,11 +213,7 @@ def _planned(args: argparse.Namespace) -> list[tuple[CacheConfig, float]]:
         request_rows=args.max_running,
     )
     sizes_for_tokens(config, args.tokens)
-    return [(config, 0.0), (config, args.fraction or _FRACTION[args.device != "cpu" and _has_npu()])]
-
-
-def _has_npu() -> bool:
-    return importlib.util.find_spec("torch_npu") is not None
+    return [(config, 0.0), (config, args.fraction or _FRACTION[hardware])]
 
 
 def _build(config: CacheConfig, share: float, target: Target, tokens: int) -> Result:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,7 +180,7 @@ def test_a_compressor_that_loses_rows_fails() -> None:
 
 
 def test_pools_of_other_sizes_than_the_budgets_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    ((config, _), *_) = command._planned(options("--model", "tiny", "--max-running", "2"))
+    ((config, _), *_) = command._planned(options("--platform", "a3", "--model", "tiny", "--max-running", "2"))
     sizes = checks.PoolSizes(8, 8, 4, 2)
     for device in ("cpu", "meta"):
         assert checks.build_pools(config, sizes, device).outcome == "passed"
@@ -224,6 +226,26 @@ def test_a_broken_torch_npu_is_not_emulated_away(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch, "npu", None, raising=False)
     with pytest.raises(UnavailableError, match="sees no device"):
         command.find_target("npu")
+
+
+def test_a_real_npu_is_named_and_planned_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend:
+        """What torch_npu puts into torch.npu, as far as it is asked."""
+
+        is_available = staticmethod(lambda: True)
+        set_device = staticmethod(lambda device: None)
+        get_device_name = staticmethod(lambda device: "Ascend950PR_9589")
+
+    monkeypatch.setattr(emulated, "is_active", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch, "npu", Backend, raising=False)
+    monkeypatch.setattr(torch, "device", lambda name: name)
+    target = command.find_target("npu:1")
+    assert (target.device, target.hardware, target.emulated, target.kind) == ("npu:1", True, False, "a5")
+    assert command.kind_of("Ascend910_9382") == "a3"
+    assert command.kind_of("Ascend910B3") == "a2"
+    assert command.kind_of("Ascend310P") is None
 
 
 @pytest.mark.parametrize(
