@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_npu.errors import InputError
-from dsv4_npu.ops import _calls, _checks, clear_c128_draft_states_
+from dsv4_npu.ops import _calls, _checks, _registry, _signature, clear_c128_draft_states_
 from dsv4_npu.ops.clear_c128_draft_states import OP
 
 DEVICES = [
@@ -67,13 +69,49 @@ def test_a_call_that_passed_is_not_checked_again(device: str) -> None:
     state = torch.zeros(2, 771, 8, device=device)
     given = (state, *(torch.ones(2, dtype=torch.int32, device=device) for _ in range(3)), 256)
     seen: list[int] = []
+    op = fresh()
 
     def check(*args: Any) -> None:
         seen.append(args[-1])
 
     for width, pad in ((4, 8), (4, 8), (5, 8), (4, 9), (4, 8)):
-        OP.checked(check, "auto", *given, width, also=(pad,))
+        op.checked(check, "auto", *given, width, also=(pad,))
     assert seen == [8, 8, 9]
+    for number, moved in enumerate((state.clone(), state[:1].clone(), state[:, :514].clone(), state.double())):
+        for _ in range(2):
+            op.checked(check, "auto", moved, *given[1:], 4, also=(8,))
+        assert seen[3:] == [8] * number
+    inside = state.flatten()[:2].view(torch.int32)
+    for lengths in (inside, given[2].clone(), inside):
+        op.checked(check, "auto", state, given[1], lengths, given[3], 256, 4, also=(8,))
+    assert len(seen) == 7  # the first one of the two, whose memory lies in the state's
+
+
+def fresh() -> _registry.Op:
+    """The op with no call remembered."""
+    return dataclasses.replace(OP, calls=_calls.Calls(), passed=set())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_overlap_is_seen(seed: int) -> None:
+    """Against pairs compared byte by byte."""
+    rng = random.Random(seed)
+    memory = torch.zeros(60, dtype=torch.uint8)
+    spans = []
+    for _ in range(5):
+        start = rng.randrange(60)
+        spans.append(range(start, start + rng.randrange(0, min(14, 61 - start))))
+    written = tuple(i for i in range(5) if rng.random() < 0.5)
+    shared = any(set(spans[i]) & set(spans[j]) for i in written for j in range(5) if i != j)
+    args = [memory[span.start : span.stop] for span in spans]
+    args = [x if x.numel() else torch.empty(0, dtype=torch.uint8) for x in args]
+    assert _signature.apart((*args, 3, None), written) == (not shared)
+
+
+def test_written_arguments_are_those_of_the_schema() -> None:
+    for op in _registry.ops.values():
+        wanted = [i for i, x in enumerate(op.overload._schema.arguments) if x.alias_info and x.alias_info.is_write]
+        assert op.written == tuple(wanted)
 
 
 def test_values_on_the_host_are_always_checked() -> None:
