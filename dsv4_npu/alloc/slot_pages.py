@@ -93,18 +93,21 @@ class SlotPages(PyPages):
 
     def free_peers(self, full: I32 | I64) -> int:
         """Free the SWA pages of FULL pages; one without an SWA page is left alone. Returns how many went free."""
-        self._check_range(FULL, full)
-        self._check_once(FULL, full)
-        self._step()
-        return len(self._unmap(full.astype(np.int64)))
+        before = self.state.free(SWA)
+        if (self.state.page_state[FULL].take(full, mode="clip") == OUTSIDE).all():
+            self._core.free_swa(full.astype(np.int64, copy=False))
+        else:
+            self._check_range(FULL, full)
+            self._check_once(FULL, full)
+            self._step()
+            self._unmap(full.astype(np.int64))
+        return self.state.free(SWA) - before
 
     def free_both(self, full: I32 | I64) -> int:
         """:meth:`free_full` with :meth:`free_peers`; nothing is freed if one of the pages is not held."""
-        self._check_held(FULL, full, OUTSIDE)
-        self._step()
-        freed = len(self._unmap(full.astype(np.int64)))
-        self._push(FULL, full.astype(np.int32))
-        return freed
+        before = self.state.free(SWA)
+        self._core.free_pages(full.astype(np.int64, copy=False))
+        return self.state.free(SWA) - before
 
     def detach(self, full: I32 | I64) -> None:
         """Take the SWA pages away from FULL pages without freeing them: they are loose."""
@@ -147,6 +150,9 @@ class SlotPages(PyPages):
         self._check_range(C128, pages)
         state = self.state
         held = state.page_state[C128][pages]
+        if (held == HELD).all():
+            self._core.retain_c128(pages.astype(np.int64, copy=False))
+            return
         bad = (held != HELD) & (held != TAKEN)
         if bad.any():
             self._check_counted(int(pages[np.flatnonzero(bad)[0]]))
@@ -156,26 +162,8 @@ class SlotPages(PyPages):
 
     def release_c128(self, pages: I32 | I64) -> None:
         """Take one holder off for each entry of a multiset of pages; a page is free exactly at count 0."""
-        if not len(pages):
-            return
-        self._check_range(C128, pages)
-        state = self.state
-        left = state.c128_count[pages]
-        np.subtract.at(state.c128_count, pages, 1)
-        now = state.c128_count[pages]
-        if (now < 0).any():
-            np.add.at(state.c128_count, pages, 1)
-            page = int(pages[np.flatnonzero(now < 0)[0]])
-            self._check_counted(page)
-            raise OwnershipError(
-                f"C128 page {page} has count {state.c128_count[page]} and is released more often in one call"
-            )
-        self._step()
-        gone = pages[now == 0]
-        if len(gone) > 1 and int(left.max()) > 1:
-            gone = np.unique(gone)
-        if len(gone):
-            self._put(C128, gone.astype(np.int32))
+        if len(pages):
+            self._core.release_c128(pages.astype(np.int64, copy=False))
 
     def give_back_c128(self, pages: I32 | I64) -> None:
         """Free taken C128 pages that never got a holder."""

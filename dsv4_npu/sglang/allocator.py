@@ -232,16 +232,16 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         self._shadow.step()
         new = seq_lens_cpu.numpy()
         places = new % RATIO
-        fresh, closing, grown, c128 = _NONE, _NONE, None, _NO_PAGES
+        fresh, closing, entries, c128 = _NONE, _NONE, _NONE, _NO_PAGES
+        opening = 0
         if len(new) and places.min() < 2:
             fresh = np.flatnonzero(new % self.page_size == 1)
             closing = np.flatnonzero(places == 0)
-            if len(closing):
-                entries = new[closing] // RATIO
-                grown = Growth.of(entries - 1, entries, self.pages.spec.c128_page_size)
+            entries = new[closing] // RATIO - 1
+            opening = int(np.count_nonzero(entries % self.pages.spec.c128_page_size == 0))
         out_full = last_loc.to(torch.int64) + 1
-        if len(fresh) or grown is not None:
-            taken = self._begin(len(fresh), len(fresh), 0 if grown is None else grown.total)
+        if len(fresh) or opening:
+            taken = self._begin(len(fresh), len(fresh), opening)
             if taken is None:
                 return None
             full, swa, c128 = taken
@@ -251,11 +251,8 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
                 whole = len(fresh) == len(new)
                 out_full = starts if whole else out_full.index_copy_(0, to_device(fresh, self._at), starts)
         out_c128 = self._no_entry
-        if grown is not None:
-            chosen = req_pool_indices
-            if chosen is not None and len(closing) < len(new):
-                chosen = chosen[to_device(closing, self._at)]
-            out_c128 = self._c128_slots(grown, c128, chosen, req_to_token_pool)
+        if len(closing):
+            out_c128 = self._closed_entries(entries, closing, c128, req_pool_indices, req_to_token_pool)
         out_swa = self.full_to_swa_index_mapping.index_select(0, out_full)
         inside = places & (addressing.C4_RATIO - 1)
         open_windows = np.count_nonzero(inside)
@@ -457,6 +454,28 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
             before = growth.old - 1 if last is None else last * growth.page + (growth.old - 1) % growth.page
             return runs_of(growth, pages, before).slots().to(torch.int32)
         return slots_of(growth, page_tables(growth, pages, last, self._at)).to(torch.int32)
+
+    def _closed_entries(
+        self, entries: I64, closing: I64, opened: I32, rows: torch.Tensor | None, table: Any
+    ) -> torch.Tensor:
+        """C128 slots of one entry of each request in ``closing``: on the pages ``opened`` now, or on the row's page."""
+        page = self.pages.spec.c128_page_size
+        columns, offsets = entries // page, entries % page
+        if len(opened) == len(entries):
+            return to_device(opened * np.int32(page), self._at)
+        if rows is None or table is None:
+            raise InputError("req_pool_indices and req_to_token_pool are needed: a C128 page is partly filled")
+        fresh = offsets == 0
+        if self._on_host:
+            held = table.sidecar.table[rows.numpy()[closing], columns]
+            held[fresh] = opened
+            return torch.from_numpy(held * page + offsets.astype(np.int32))
+        sent = to_device(np.stack((closing, columns, offsets)), self._at)
+        pages = table.req_to_c128_sidecar[rows.index_select(0, sent[0]), sent[1]]
+        if len(opened):
+            pages.index_copy_(0, to_device(np.flatnonzero(fresh), self._at), to_device(opened, self._at))
+        slots: torch.Tensor = pages * page + sent[2]
+        return slots.to(torch.int32)
 
     def _typed(self, slots: torch.Tensor) -> torch.Tensor:
         return slots.to(torch.int32) if self._at.type == "npu" else slots

@@ -137,6 +137,7 @@ class KVPool(DSV4NPUTokenToKVPool):  # type: ignore[misc]
             config, pool_sizes(config, tokens, swa_size, c128_size), device=device, state_dtype=c4_state_dtype
         )
         self._sidecar: SidecarRows | None = None
+        self._row_ids = torch.arange(slots, device=device)
         super().__init__(
             max_num_reqs=max_num_reqs,
             num_req_slots=num_req_slots,
@@ -239,7 +240,7 @@ class KVPool(DSV4NPUTokenToKVPool):  # type: ignore[misc]
         slabs = [self.slabs.c128_state]
         if not self.slabs.c4_state_by_page:
             slabs += [self.slabs.c4_state, self.slabs.index_state]
-        row = torch.tensor([req_pool_idx], dtype=torch.int64).to(self.device, non_blocking=True)
+        row = self._row_ids[req_pool_idx : req_pool_idx + 1]
         for slab in slabs:
             if slab.layers:
                 ops.clear_request_states_(slab.data, row, slab.ring)

@@ -71,5 +71,5 @@ def host_ids(page_ids: Any) -> npt.NDArray[Any]:
     """Page ids as a flat host array; those that lie on a device are read."""
     if isinstance(page_ids, np.ndarray):
         return page_ids.reshape(-1)
-    found: npt.NDArray[Any] = page_ids.reshape(-1).cpu().numpy()
-    return found
+    found: npt.NDArray[Any] = page_ids.cpu().numpy()
+    return found.reshape(-1)

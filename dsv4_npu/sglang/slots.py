@@ -67,6 +67,11 @@ def runs_of(growth: Growth, pages: I32, before: I64) -> Runs:
     filled = growth.old % page
     if growth.total == 0:
         return Runs(before + 1, growth.new - growth.old)
+    if not filled.any():
+        lengths = np.full(growth.total, page)
+        grown = new_pages > 0
+        lengths[(np.cumsum(new_pages) - 1)[grown]] -= -growth.new[grown] % page
+        return Runs(pages * np.int64(page), lengths)
     first = np.where(filled > 0, np.minimum(page - filled, growth.new - growth.old), 0)
     counts = 1 + new_pages
     heads = np.cumsum(counts) - counts

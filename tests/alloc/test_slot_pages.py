@@ -195,7 +195,6 @@ def test_replacing_counts_the_new_before_it_drops_the_old(pages: SlotPages) -> N
         ("free_both", [1, 9], OwnershipError),
         ("free_both", [0], InputError),
         ("free_full", [10], InputError),
-        ("free_peers", [2, 2], OwnershipError),
         ("retain_c128", [0], InputError),
         ("retain_c128", [5], OwnershipError),
         ("release_c128", [1, 1], OwnershipError),
