@@ -201,9 +201,14 @@ def test_a_peer_goes_on(bench: Bench, mine: Setting, theirs: Setting, length: in
     ("mine", "theirs"),
     [
         (PLAIN, replace(SETTING, width=7)),
+        (replace(SETTING, width=4), replace(SETTING, width=7, page=256, c128_page=2)),
         (replace(SETTING, platform="a5", width=4), replace(SETTING, platform="a5", width=7, page=256, c128_page=2)),
     ],
-    ids=["prefill without speculation, a3", "in the middle of a speculative decode, a5"],
+    ids=[
+        "prefill without speculation, a3",
+        "in the middle of a speculative decode, a3",
+        "in the middle of a speculative decode, a5",
+    ],
 )
 def test_another_process_goes_on(bench: Bench, tmp_path: Path, mine: Setting, theirs: Setting) -> None:
     sender, receiver = hand_over(bench, mine, theirs, 125, 1 if mine.width == 1 else 4)

@@ -16,7 +16,8 @@ from dsv4_npu.errors import InputError
 from dsv4_npu.movement import belongings, check_paired, payload, payload_lists, restore_snapshot, rows, take_snapshot
 from dsv4_npu.movement.belongings import Span
 from tests.emulation.harness import Bench
-from tests.movement.test_model import SETTING, left_and_came_back
+from tests.movement import test_model as model
+from tests.movement.test_model import PLAIN, SETTING, hand_over, left_and_came_back
 from tests.movement.test_snapshot import round_trip
 from tests.movement.world import Shape, World, tokens
 
@@ -148,3 +149,29 @@ def test_outputs_show_what_was_left_behind(
     assert not error <= LOGIT_TOLERANCE
     with pytest.raises(AssertionError):
         bench.check(run)
+
+
+@pytest.mark.parametrize("platform", ["a3", "a5"])
+@pytest.mark.parametrize("rule", ["pending rows not sent", "ring of the wrong side"])
+def test_a_peers_outputs_show_it(bench: Bench, monkeypatch: Patch, platform: str, rule: str) -> None:
+    """A prefill without speculation hands over to a decode with it, in the middle of a C4 and of a C128 window."""
+    mine, theirs = replace(PLAIN, platform=platform), replace(SETTING, platform=platform)
+    sender, receiver = hand_over(bench, mine, theirs, 126, 1)
+    _, snapshot = sender()
+    assert receiver(snapshot)
+    restore, ring = restore_snapshot, CacheConfig.ring
+    senders = bench.engine(mine, None).config
+
+    def wrong(*args: Any) -> int:
+        with monkeypatch.context() as patch:
+            if rule == "pending rows not sent":
+                leave_behind(patch, "c4 state", "c4 indexer state", "c128 state")
+                empty = {name: tuple(t[:, :0] for t in part) for name, part in args[3].rows.items() if "state" in name}
+                args = (*args[:3], replace(args[3], rows={**args[3].rows, **empty}))
+            else:
+                patch.setattr(CacheConfig, "ring", lambda self, ratio: ring(senders, ratio))
+            return restore(*args)
+
+    monkeypatch.setattr(model, "restore_snapshot", wrong)
+    with pytest.raises(AssertionError):
+        receiver(snapshot)
