@@ -37,10 +37,16 @@ def target(histories: Sequence[Sequence[int]], parents: torch.Tensor, tokens: to
     return probs / probs.sum(-1, keepdim=True)
 
 
-def rounds(rank: int, count: int, synced: bool = True, parts: Sequence[str] = ranks_module.PARTS) -> dict[str, Any]:
+def rounds(
+    rank: int,
+    count: int,
+    synced: bool = True,
+    parts: Sequence[str] = ranks_module.PARTS,
+    device: str = "cpu",
+) -> dict[str, Any]:
     """Rounds of verify over a few requests: each rank with coins of its own, batches of 0 to ``MOST`` requests."""
     before, ranks_module.PARTS = ranks_module.PARTS, tuple(parts)
-    sync = RankSync(MOST, WIDTH, STEPS + 1)
+    sync = RankSync(MOST, WIDTH, STEPS + 1, device=device)
     coins = torch.Generator().manual_seed(1000 + rank)
     shapes = random.Random(7)
     histories: list[list[int]] = [[b] for b in range(MOST)]
@@ -59,17 +65,20 @@ def rounds(rank: int, count: int, synced: bool = True, parts: Sequence[str] = ra
             ).view(batch, WIDTH)
             tokens = torch.tensor([[shapes.randrange(VOCAB) for _ in range(WIDTH)] for _ in live]).view(batch, WIDTH)
             tokens = tokens.long()
-            layout = tree_layout(parents)
+            probs = target(live, parents, tokens).to(device)
+            tokens = tokens.to(device)
             result = accept_tree_sampling(
                 tokens,
-                layout,
-                target(live, parents, tokens),
-                torch.rand((batch, WIDTH), generator=coins),
-                torch.rand(batch, generator=coins),
+                tree_layout(parents.to(device)),
+                probs,
+                torch.rand((batch, WIDTH), generator=coins).to(device),
+                torch.rand(batch, generator=coins).to(device),
                 STEPS + 1,
             )
             if synced:
-                result = sync.agree(result, torch.tensor([len(one) for one in live], dtype=torch.int64), tokens)
+                lens = torch.tensor([len(one) for one in live], dtype=torch.int64, device=device)
+                result = sync.agree(result, lens, tokens)
+                sync.check()
             for history, new in zip(live, accepted_tokens(result), strict=True):
                 history.extend(new)
         except Dsv4NpuError as found:
