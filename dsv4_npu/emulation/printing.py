@@ -53,13 +53,14 @@ def print_result(console: Console, result: RunResult) -> None:
     if result.parking is not None:
         p = result.parking
         console.print(
-            f"{result.retractions} retractions: {p.saved} snapshots (at most {p.peak_bytes / 2**20:.2f} MiB at once), "
-            f"{p.restored} restored with {p.positions} positions, {p.evicted} evicted, {p.refused} refused; "
-            f"{p.empty} had computed nothing; {p.put_off} restores were put off for want of pages",
+            f"retractions: {result.retractions}, of which {p.empty} had computed nothing; "
+            f"snapshots: {p.saved} taken (at most {p.peak_bytes / 2**20:.2f} MiB at once), "
+            f"{p.restored} restored with {p.positions} positions, {p.evicted} evicted, {p.refused} refused, "
+            f"{p.put_off} put off for want of pages",
             soft_wrap=True,
         )
     elif result.retractions:
-        console.print(f"{result.retractions} retractions, each computed again")
+        console.print(f"retractions: {result.retractions}, each computed again")
     if result.drafts is not None:
         console.print(str(result.drafts), soft_wrap=True)
     if result.device is not None:

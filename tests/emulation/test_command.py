@@ -94,7 +94,7 @@ def test_few_pages_make_requests_leave_and_come_back(
     shown = " ".join(capsys.readouterr().out.split())
     if how == "recompute":
         assert run["parking"] is None
-        assert f"{run['retractions']} retractions, each computed again" in shown
+        assert f"retractions: {run['retractions']}, each computed again" in shown
         return
     parking = run["parking"]
     assert parking["saved"] + parking["refused"] + parking["empty"] == run["retractions"]
