@@ -18,6 +18,7 @@ from tests.emulation.harness import Setting
 from tests.emulation.test_life import words
 from tests.movement.test_model import poison
 from tests.stages.harness import SHARED, StageBench, Watched, mixed
+from tests.stages.stage_rows import two_rounds
 
 Patch = pytest.MonkeyPatch
 
@@ -85,6 +86,20 @@ def test_rejected_rows_are_injected_over_committed_ones(stages: StageBench, monk
 
     committed(monkeypatch, last)
     assert plain(stages)
+
+
+def test_rejected_rows_that_are_written_too_are_never_read(stages: StageBench, monkeypatch: Patch) -> None:
+    """Every round writes them again before it reads them: no proposal differs. The log of the slab shows the writes."""
+    real = StageRounds.committed
+
+    def everything(self: StageRounds, r: Any, s: Any, a: Any, c: Any, p: Any, h: Any, b: Any) -> None:
+        self._forward(self._embed(c), h, self._plan(r, s, c.shape[1], b))
+        real(self, r, s, a, c, p, h, b)
+
+    monkeypatch.setattr(StageRounds, "committed", everything)
+    assert not plain(stages)
+    with pytest.raises(AssertionError):
+        two_rounds(stages.net, stages.spec, stages.kind, 3, 127)
 
 
 @pytest.mark.parametrize("by", [-1, 1])
