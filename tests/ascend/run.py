@@ -19,7 +19,7 @@ from typing import Any
 from . import keys, report
 from .toolchain import missing, versions
 
-LIMIT_S = 900
+LIMIT_S = 3600
 MESSAGE = 1000  # characters of a failure that are worth reading
 
 
