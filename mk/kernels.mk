@@ -8,7 +8,7 @@
 GPU_PYTHON ?= python3
 BENCH_KERNELS_ARGS ?=
 SANITIZER := PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --error-exitcode 9
-SANITIZED := $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m gpu tests/ops/test_repeats.py tests/ops/test_launch.py
+SANITIZED := $(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m gpu $(addprefix tests/ops/test_,repeats.py launch.py calls.py)
 
 .PHONY: bench-kernels gpu-test gpu-sanitize check-kernels
 
