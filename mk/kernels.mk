@@ -16,7 +16,7 @@ bench-kernels:
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/kernels.py $(BENCH_KERNELS_ARGS)
 
 gpu-test:
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu tests/ops tests/sampling
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu tests/ops tests/sampling tests/trees/test_gpu.py
 
 gpu-sanitize:
 	$(SANITIZER) --tool memcheck $(SANITIZED)

@@ -10,13 +10,15 @@ import torch
 
 from dsv4_npu.emulation.numerics import KeepFloat64
 from dsv4_npu.emulation.oracle import Oracle
-from dsv4_npu.emulation.result import LOGIT_TOLERANCE
 from dsv4_npu.emulation.trees.drafting import ScriptedTrees, TreeDrafter, TreeDrafts
 from dsv4_npu.emulation.trees.engine import TreeEngine
 from dsv4_npu.emulation.trees.head import EagleHead
 from dsv4_npu.emulation.trees.model import TINY, build_target
 from dsv4_npu.emulation.trees.options import TreeOptions
 from dsv4_npu.spec.trees import TreeSpec
+
+#: Largest difference between two float64 computations of one logit that is put down to rounding.
+LOGIT_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
