@@ -76,12 +76,13 @@ class SidecarRows:
         if count > self.table.shape[1]:
             raise CapacityError(f"row {row}: {count} C128 pages, the row has {self.table.shape[1]} columns")
         differ = np.flatnonzero(self.table[row, :count] != given)
-        if not len(differ):
-            if count * self.c128_page > self.entries[row]:
-                self._grow(np.array([row]), np.array([count * self.c128_page]))
-            return _NOTHING
-        changed = self._store(pages, np.full(len(differ), row), differ, given[differ])
-        self._grow(np.array([row]), np.array([count * self.c128_page]))
+        changed = _NOTHING
+        if len(differ):
+            changed = self._store(pages, np.full(len(differ), row), differ, given[differ])
+        more = count * self.c128_page - int(self.entries[row])
+        if more > 0:
+            self._room -= more
+            self.entries[row] += more
         return changed
 
     def replace_batch(self, pages: SlotPages, rows: I64, counts: I64, given: I32 | I64) -> Changed:
@@ -125,6 +126,12 @@ class SidecarRows:
 
     def _store(self, pages: SlotPages, rows: I64, columns: I64, given: I32 | I64) -> Changed:
         old = self.table[rows, columns]
+        if not old.any():
+            stored = given.astype(np.int32, copy=False)
+            pages.retain_c128(stored)
+            self.table[rows, columns] = stored
+            self._room += len(stored) * self.c128_page
+            return Changed(rows, columns, stored)
         differ = old != given
         if not differ.any():
             return _NOTHING

@@ -71,8 +71,8 @@ class SlotPages(PyPages):
         pages = self._core.take(full, swa, c128)
         taken, peers, _ = pages
         state = self.state
-        stale = taken[state.full_to_swa[taken] != 0]
-        if len(stale):
+        if state.full_to_swa[taken].any():
+            stale = taken[state.full_to_swa[taken] != 0]
             self._core.untake(*pages)
             raise OwnershipError(
                 f"FULL page {stale[0]} was freed without its SWA page {state.full_to_swa[stale[0]]}: free both"
@@ -153,9 +153,10 @@ class SlotPages(PyPages):
         if (held == HELD).all():
             self._core.retain_c128(pages.astype(np.int64, copy=False))
             return
-        bad = (held != HELD) & (held != TAKEN)
-        if bad.any():
-            self._check_counted(int(pages[np.flatnonzero(bad)[0]]))
+        if not (held == TAKEN).all():
+            bad = (held != HELD) & (held != TAKEN)
+            if bad.any():
+                self._check_counted(int(pages[np.flatnonzero(bad)[0]]))
         self._step()
         np.add.at(state.c128_count, pages, 1)
         state.page_state[C128][pages] = HELD

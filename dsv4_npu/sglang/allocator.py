@@ -231,7 +231,7 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         """The slot of position ``seq - 1`` of each request; None, and nothing taken, when a family is short."""
         self._shadow.step()
         new = seq_lens_cpu.numpy()
-        places = new % RATIO
+        places = new & (RATIO - 1)
         fresh, closing, entries, c128 = _NONE, _NONE, _NONE, _NO_PAGES
         opening = 0
         if len(new) and places.min() < 2:
@@ -239,7 +239,7 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
             closing = np.flatnonzero(places == 0)
             entries = new[closing] // RATIO - 1
             opening = int(np.count_nonzero(entries % self.pages.spec.c128_page_size == 0))
-        out_full = last_loc.to(torch.int64) + 1
+        out_full = (last_loc if last_loc.dtype == torch.int64 else last_loc.to(torch.int64)) + 1
         if len(fresh) or opening:
             taken = self._begin(len(fresh), len(fresh), opening)
             if taken is None:
@@ -263,7 +263,9 @@ class KVAllocator(Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: ignore[misc
         else:
             windows = to_device(np.flatnonzero(inside == 0), self._at)
             out_c4 = out_full.index_select(0, windows) >> C4_SHIFT
-        return OutCacheLoc(self._typed(out_full), self._typed(out_swa), self._typed(out_c4), out_c128, c128)
+        if not self._on_host:
+            out_full, out_swa, out_c4 = self._typed(out_full), self._typed(out_swa), self._typed(out_c4)
+        return OutCacheLoc(out_full, out_swa, out_c4, out_c128, c128)
 
     def give_back(self, bundle: OutCacheLoc) -> None:
         """Undo the C128 part of an allocation whose table write never came."""

@@ -145,6 +145,41 @@ def test_a_flush_frees_everything_in_either_order() -> None:
         assert not server.table.req_to_c128_sidecar.any()
 
 
+def test_the_request_pool_of_a_decode_node_holds_preallocated_requests() -> None:
+    """Rows beyond the running ones, prefix pages that a request carries, and a release of everything."""
+    import types
+
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
+
+    from dsv4_npu.sglang.req_pool import DecodeRequestPool
+
+    server = Server(True, full_pages=96, rows=6)
+    cached = server.request("cached", list(range(GROUP + 1)))
+    server.prefill(cached)
+    server.end(cached)
+    start = server.counts()["c128"]
+    table = DecodeRequestPool(size=3, max_context_len=8192, device="cpu", enable_memory_saver=False, pre_alloc_size=2)
+    table.register_dsv4_allocator(server.alloc)
+    held = torch.from_numpy(server.cache.components[3].held_pages())
+    reqs = [types.SimpleNamespace(kv=ReqKvInfo(), c128_prefix_page_ids=held if i else None) for i in range(5)]
+    rows = table.alloc(reqs)
+    assert sorted(rows) == [1, 2, 3, 4, 5]
+    assert table.alloc([types.SimpleNamespace(kv=ReqKvInfo())]) is None
+    assert server.alloc.c128_page_refcount[held.tolist()].tolist() == [5]
+    row = torch.tensor([rows[0]])
+    zero, end = torch.tensor([0]), torch.tensor([300])
+    kwargs = server.parts.hooks["dsv4_prealloc_kwargs"](server.alloc, reqs[0], 300, table, device="cpu")
+    bundle = server.alloc.alloc_extend(zero, zero, end, end, torch.tensor([-1]), 300, **kwargs)
+    slots = server.parts.hooks["dsv4_unwrap_prealloc"](bundle, table, reqs[0], 0, 300)
+    assert table.req_to_c128_sidecar[row, 0] > 0
+    assert server.alloc.verify_byte_accounting() == []
+    server.alloc.free_segment(slots, start_pos=0)
+    for req in reqs:
+        table.free(req)
+    assert server.counts()["c128"] == start
+    assert server.alloc.verify_byte_accounting() == []
+
+
 def test_a_session_keeps_its_row_between_turns_and_returns_it() -> None:
     from sglang.srt.session.session_controller import Session
 
