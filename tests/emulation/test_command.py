@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsv4_npu.cli import main
+from dsv4_npu.emulation import parking
 from dsv4_npu.emulation.engine import Engine
+from dsv4_npu.movement import Snapshot
 
 PROMPTS = "Two books, one harbour.\n\nThe miller opens the lower gate first.\n"
 
@@ -96,10 +100,27 @@ def test_few_pages_make_requests_leave_and_come_back(
         assert run["parking"] is None
         assert f"retractions: {run['retractions']}, each computed again" in shown
         return
-    parking = run["parking"]
-    assert parking["saved"] + parking["refused"] + parking["empty"] == run["retractions"]
-    assert parking["restored"] == parking["saved"] > 0
-    assert f"{parking['restored']} restored with {parking['positions']} positions" in shown
+    counts = run["parking"]
+    assert counts["saved"] + counts["refused"] + counts["empty"] == run["retractions"]
+    assert counts["restored"] == counts["saved"] > 0
+    assert f"{counts['restored']} restored with {counts['positions']} positions" in shown
+
+
+def test_rows_of_draft_stages_leave_and_come_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, out = tmp_path / "prompts.txt", tmp_path / "out.json"
+    texts.write_text("\n\n".join(word * 20 for word in ("river ", "lamp. ", "stone, ")), encoding="utf-8")
+    options = ["--prompts", str(texts), "--max-new-tokens", "20", "--tokens", "512", "--retract", "snapshot"]
+    options += ["--spec", "mtp", "--platform", "a5", "--overlap", "--json", str(out)]
+    assert main(["run", *options]) == 0
+    assert json.loads(out.read_text())["runs"][0]["parking"]["restored"] > 0
+    whole = parking.take_snapshot
+
+    def without_stages(*args: Any) -> Snapshot:
+        snapshot = whole(*args)
+        return replace(snapshot, rows={**snapshot.rows, "swa": tuple(t[:5] for t in snapshot.rows["swa"])})
+
+    monkeypatch.setattr(parking, "take_snapshot", without_stages)
+    assert main(["run", *options]) == 1, "the stages propose something else"
 
 
 @pytest.mark.parametrize(
