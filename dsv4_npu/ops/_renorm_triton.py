@@ -2,8 +2,8 @@
 
 Positive float32 numbers are ordered as their bits are. The weakest kept probability is searched between two bit
 patterns, the lower of which keeps enough and the higher too little; each pass over the row, which stays in the cache,
-tries three patterns between them, until what remains between holds nothing more to decide: 5 to 10 passes where
-probabilities differ, 16 at most. One pass more adds up the kept mass, and one writes.
+tries three patterns between them, until what remains between holds nothing more to decide: about 5 passes by number, 4
+to 14 by mass, and 17 at most, where many probabilities are equal. One pass more adds up the kept mass, and one writes.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
