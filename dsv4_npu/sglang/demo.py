@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dsv4_npu.errors import Dsv4NpuError, UnavailableError
-from dsv4_npu.sglang import activation
+from dsv4_npu.sglang import activation, engine_npu
 from dsv4_npu.sglang.engine_forward import ForwardSetup
 from dsv4_npu.sglang.engine_launch import EmulatedEngine
 from dsv4_npu.sglang.engine_scenarios import Outcome, Scenarios
@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="python -m dsv4_npu.sglang.demo", description=__doc__.split("\n\n")[0])
     out.add_argument("--draft-tokens", type=int, default=0, help="drafts per verify; 0: no speculation")
     out.add_argument("--algorithm", choices=("EAGLE", "DSPARK"), default="EAGLE", help="SGLang's worker for the drafts")
+    out.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="npu: the emulated device")
     out.add_argument("--seed", type=int, default=0, help="of the prompts")
     out.add_argument("--spoil", choices=sorted(TAMPERS), help="spoil the memory of the prefix scenario: it must show")
     out.add_argument("--start-method", choices=("spawn", "fork"), default="fork", help="of SGLang's processes")
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Start the engine, run the scenarios, flush; what came out."""
     began = time.perf_counter()
     setup = ForwardSetup(draft_tokens=options.draft_tokens, algorithm=options.algorithm)
-    engine = EmulatedEngine(setup, options.start_method, log_level=options.log_level)
+    engine = EmulatedEngine(setup, options.start_method, options.device, log_level=options.log_level)
     try:
         started = time.perf_counter()
         scenarios = Scenarios(engine, options.seed)
@@ -101,9 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     torch.set_num_threads(1)
     try:
-        if activation.active() != activation.EMULATED:
+        if options.device == "npu":
+            engine_npu.prepare()
+        wanted = activation.NPU if options.device == "npu" else activation.EMULATED
+        if activation.active() != wanted:
             raise UnavailableError(
-                f"the engine runs on the emulated platform: set SGLANG_PLATFORM={activation.EMULATED}"
+                f"the engine on {options.device} runs on another platform: set SGLANG_PLATFORM={wanted}"
             )
         result = run(options)
     except (Dsv4NpuError, ImportError) as error:

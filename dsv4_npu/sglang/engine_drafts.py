@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dsv4_npu.emulation.device import held
 from dsv4_npu.emulation.forward import plan_batch
 from dsv4_npu.sglang.engine_forward import EngineForward
 
@@ -26,7 +27,7 @@ def draft(forward: EngineForward, batch: Any) -> torch.Tensor:
     starts = torch.tensor(batch.extend_prefix_lens_cpu)
     lengths = torch.tensor(batch.extend_seq_lens_cpu)
     first = lengths.cumsum(0) - lengths
-    accepted = getattr(batch.spec_info, "num_accept_tokens", None)
+    accepted = held(getattr(batch.spec_info, "num_accept_tokens", None))
     if accepted is None:
         # After a prefill no slot is reserved yet for the token that was sampled: guess that it comes again.
         guess = batch.input_ids[first + lengths - 1].to(torch.int64)

@@ -20,6 +20,7 @@ from dsv4_npu import addressing
 from dsv4_npu.budget import PoolSizes
 from dsv4_npu.config import CacheConfig, ModelSpec, PlatformSpec, SpeculationSpec
 from dsv4_npu.emulation.cache import PooledModel
+from dsv4_npu.emulation.device import held
 from dsv4_npu.emulation.forward import Tables, plan_batch
 from dsv4_npu.emulation.model import build_model
 from dsv4_npu.errors import ConfigError, OwnershipError
@@ -195,10 +196,11 @@ class EngineForward:
         """Audit what the scheduler gave; wrong tables are noted, and the forward runs on them all the same."""
         found = self.tables.violations(rows, starts, lengths, written)
         state = self.pools.c128_state
+        rings = held(state.data)
         for rid, row, start in zip(rids, rows, starts, strict=True):
             before = self._last.get(row, ("", -1))
             if (before[0] != rid or start <= before[1]) and state.layers:
-                bank = state.data[:, row * state.ring : (row + 1) * state.ring]
+                bank = rings[:, row * state.ring : (row + 1) * state.ring]
                 if bool((bank[..., : state.half] != 0).any()) or not bool(bank[..., state.half :].isneginf().all()):
                     found.append(f"row {row}: the C128 state bank of a new request is not empty")
             self._last[row] = (rid, start)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dsv4_npu.config import ModelSpec
 from dsv4_npu.errors import UnavailableError
-from dsv4_npu.sglang import engine_dspark
+from dsv4_npu.sglang import engine_dspark, engine_npu
 from dsv4_npu.sglang.engine_forward import ForwardSetup
 from dsv4_npu.sglang.engine_seams import run_scheduler
 
@@ -69,22 +69,33 @@ def write_model(setup: ForwardSetup, folder: Path) -> Path:
 class EmulatedEngine:
     """``sglang.Engine`` whose scheduler process computes with :class:`~dsv4_npu.sglang.engine_forward.EngineForward`.
 
+    Attributes:
+        sglang: the engine itself.
+        spec, setup: the model.
+        tokens, page: FULL tokens of the pools, and of one page.
+
     Args:
         setup: the model; its ``record`` is set here.
         start_method: "spawn", as SGLang starts its processes, or "fork", which saves them the imports.
+        device: "cpu", or "npu" for the emulated device, after :func:`dsv4_npu.sglang.engine_npu.prepare`; forks.
         options: further arguments of SGLang's server, over those that the emulation needs.
 
     Raises:
         UnavailableError: SGLang is not installed.
     """
 
-    def __init__(self, setup: ForwardSetup = DEFAULT_SETUP, start_method: str = "spawn", **options: Any) -> None:
+    def __init__(
+        self, setup: ForwardSetup = DEFAULT_SETUP, start_method: str = "spawn", device: str = "cpu", **options: Any
+    ) -> None:
         try:
             from sglang.srt.entrypoints.engine import Engine
         except ImportError as error:
             raise UnavailableError(
                 f"SGLang cannot be imported ({error}): make an environment with `make sglang-env`"
             ) from error
+        if device == "npu":
+            engine_npu.install()
+            start_method = "fork"
         self._folder = tempfile.TemporaryDirectory(prefix="dsv4-npu-engine-")
         folder = Path(self._folder.name)
         self.spec = ModelSpec.load(setup.model)
@@ -103,7 +114,7 @@ class EmulatedEngine:
             "model_path": str(write_model(setup, folder / "model")),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "device": "cpu",
+            "device": device,
             "kv_cache_dtype": "bfloat16",
             "disable_cuda_graph": True,
             "random_seed": 0,
@@ -124,7 +135,11 @@ class EmulatedEngine:
                 engine_dspark.allow_on_cpu()
             else:
                 arguments |= {"speculative_num_steps": setup.draft_tokens, "speculative_eagle_topk": 1}
-        self.sglang = Emulated(**(arguments | options))
+        arguments |= options
+        self.tokens: int = arguments["max_total_tokens"]
+        # SGLang's choice for DeepSeek-V4, off and on an NPU.
+        self.page = 128 if device == "npu" else 256
+        self.sglang = Emulated(**arguments)
 
     def generate(self, prompts: list[list[int]], max_new: int | list[int], **options: Any) -> list[dict[str, Any]]:
         """Greedy outputs of all ``prompts`` as SGLang returns them, with ``options`` for its ``generate``."""

@@ -124,7 +124,9 @@ class Scenarios:
 
     def retracted(self) -> list[Outcome]:
         """Three requests that fill the pools to the last page and want more: some are retracted and start again."""
-        return self._run("retraction", [self.prompter.tokens(1270) for _ in range(3)], 16)
+        pages = self.engine.tokens // self.engine.page // 3
+        prompts = [self.prompter.tokens(pages * self.engine.page - 10) for _ in range(3)]
+        return self._run("retraction", prompts, 16)
 
     def aborted(self) -> list[Outcome]:
         """One of two running requests is aborted after some tokens; the other one, and the next one, are unharmed."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dsv4_npu.emulation.device import held, on_device
 from dsv4_npu.sglang import engine_dspark, engine_kernels
 from dsv4_npu.sglang.engine_drafts import draft
 from dsv4_npu.sglang.engine_forward import EngineForward, ForwardSetup
@@ -49,6 +50,7 @@ class EngineSeams:
         from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
         forward, mode = self.of(runner), batch.forward_mode
+        device, batch = batch.input_ids.device, _Held(batch)
         name = mode.name.lower()
         if runner.is_draft_worker:
             forward.book.forwards[f"draft {name}"] += 1
@@ -56,11 +58,11 @@ class EngineSeams:
         else:
             forward.book.forwards[name] += 1
             logits = self._target(forward, batch)
-        out = LogitsProcessorOutput(next_token_logits=logits)
+        out = LogitsProcessorOutput(next_token_logits=on_device(logits, device))
         if self.setup.draft_tokens:
             # The drafter has no use for hidden states, but the worker hands them on.
             count = len(logits) if runner.is_draft_worker else len(batch.input_ids)
-            out.hidden_states = torch.zeros((count, runner.model_config.hidden_size))
+            out.hidden_states = torch.zeros((count, runner.model_config.hidden_size), device=device)
         return ModelRunnerOutput(logits_output=out, can_run_graph=False)
 
     @staticmethod
@@ -173,6 +175,17 @@ def no_attention(runner: Any) -> Any:
             """Nothing to plan."""
 
     return NoAttention()
+
+
+class _Held:
+    """A batch of SGLang whose tensors are in memory that the host may look at; on a CPU they are."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._batch, name)
+        return held(value) if isinstance(value, torch.Tensor) else value
 
 
 class _Steps:

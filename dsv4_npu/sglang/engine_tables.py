@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dsv4_npu import addressing
+from dsv4_npu.emulation.device import held
 from dsv4_npu.emulation.forward import Tables
 
 #: Names of the sub-allocators of SGLang's DeepSeek-V4 allocator, by family.
@@ -29,22 +30,25 @@ class EngineTables:
 
     def __init__(self, req_to_token_pool: Any, allocator: Any, window: int) -> None:
         self.rows, self.allocator, self.window = req_to_token_pool, allocator, window
+        # On the emulated device this is the memory behind the tables, which SGLang changes in place.
+        self.req_to_token: torch.Tensor = held(req_to_token_pool.req_to_token)
+        self.sidecar: torch.Tensor = held(req_to_token_pool.req_to_c128_sidecar)
         self.page = int(allocator.page_size)
         self.c128_page = int(req_to_token_pool.c128_page_size)
 
     def tables(self) -> Tables:
         """Page tables of all requests, as :func:`~dsv4_npu.emulation.forward.plan_batch` takes them."""
         return Tables(
-            (self.rows.req_to_token[:, :: self.page] // self.page).to(torch.int32),
+            (self.req_to_token[:, :: self.page] // self.page).to(torch.int32),
             (self._mapping[:: self.page] // self.page).to(torch.int32),
-            self.rows.req_to_c128_sidecar,
+            self.sidecar,
         )
 
     @property
     def _mapping(self) -> torch.Tensor:
         # The last element answers for the slot -1.
-        mapping: torch.Tensor = self.allocator.full_to_swa_index_mapping[:-1]
-        return mapping
+        mapping: torch.Tensor = held(self.allocator.full_to_swa_index_mapping)
+        return mapping[:-1]
 
     def violations(
         self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], written: torch.Tensor
@@ -62,7 +66,7 @@ class EngineTables:
     ) -> list[str]:
         found, at = [], 0
         for row, start, end in zip(rows, starts, ends, strict=True):
-            slots = self.rows.req_to_token[row, :end].to(torch.int64)
+            slots = self.req_to_token[row, :end].to(torch.int64)
             offset = torch.arange(end) % self.page
             full = slots[:: self.page].repeat_interleave(self.page)[:end]
             if not torch.equal(slots, full + offset) or bool((slots < self.page).any()):
@@ -75,20 +79,20 @@ class EngineTables:
             pages = self._mapping[slots // self.page * self.page][first:].to(torch.int64)
             if not torch.equal(swa, pages + offset[first:]) or bool((swa < self.page).any()):
                 found.append(f"row {row}: SWA slots of positions {first} to {end - 1} are not whole mapped pages")
-            columns = self.rows.req_to_c128_sidecar[row, : addressing.c128_columns(end, self.c128_page)]
+            columns = self.sidecar[row, : addressing.c128_columns(end, self.c128_page)]
             if bool((columns <= 0).any()):
                 found.append(f"row {row}: the sidecar has a hole in {columns.tolist()} with {end} tokens")
         return found
 
     def _pages(self, row: int, start: int, end: int) -> dict[str, list[int]]:
         """Pages that a forward of ``row`` writes, by family."""
-        slots = self.rows.req_to_token[row, start:end].to(torch.int64)
+        slots = self.req_to_token[row, start:end].to(torch.int64)
         first, last = start // 128 // self.c128_page, addressing.c128_columns(end, self.c128_page)
         closes = end // 128 > start // 128
         return {
             "FULL": torch.unique(slots // self.page).tolist(),
             "SWA": torch.unique(self._mapping[slots] // self.page).tolist(),
-            "C128": self.rows.req_to_c128_sidecar[row, first:last].tolist() if closes else [],
+            "C128": self.sidecar[row, first:last].tolist() if closes else [],
         }
 
     def _owners(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> list[str]:
@@ -103,7 +107,7 @@ class EngineTables:
                         found.append(f"{family} page {page} is written by rows {other} and {row}")
         for row, start, end in zip(rows, starts, ends, strict=True):
             for page in self._pages(row, start, end)["C128"]:
-                count = int(self.allocator.c128_page_refcount[page])
+                count = int(held(self.allocator.c128_page_refcount)[page])
                 if count != 1:
                     found.append(f"C128 page {page}, which row {row} writes, is held {count} times")
         return found
@@ -111,7 +115,7 @@ class EngineTables:
     def free_pages(self) -> dict[str, set[int]]:
         """Pages on the free list of each family."""
         return {
-            family: set(getattr(self.allocator, name).get_all_free_pages().tolist())
+            family: set(held(getattr(self.allocator, name).get_all_free_pages()).tolist())
             for family, name in FAMILIES.items()
         }
 
@@ -120,14 +124,12 @@ class EngineTables:
         free = self.free_pages()
         found = []
         for row, start, end in zip(rows, starts, ends, strict=True):
-            slots = self.rows.req_to_token[row, :end].to(torch.int64)
+            slots = self.req_to_token[row, :end].to(torch.int64)
             near = slots[max(0, start - self.window + 1) :]
             used = {
                 "FULL": set((slots // self.page).tolist()),
                 "SWA": set((self._mapping[near] // self.page).tolist()),
-                "C128": set(
-                    self.rows.req_to_c128_sidecar[row, : addressing.c128_columns(end, self.c128_page)].tolist()
-                ),
+                "C128": set(self.sidecar[row, : addressing.c128_columns(end, self.c128_page)].tolist()),
             }
             for family, pages in used.items():
                 both = sorted(pages & free[family])
@@ -141,8 +143,8 @@ class EngineTables:
         free = self.free_pages()
         return {
             **{f"{family} pages": totals[family] - len(free[family]) for family in FAMILIES},
-            "C128 holders": int(self.allocator.c128_page_refcount.sum()),
-            "sidecar entries": int((self.rows.req_to_c128_sidecar != 0).sum()),
+            "C128 holders": int(held(self.allocator.c128_page_refcount).sum()),
+            "sidecar entries": int((self.sidecar != 0).sum()),
             "mapped SWA slots": int((self._mapping != 0).sum()),
             "request rows": int(self.rows.size) - int(self.rows.available_size()),
         }

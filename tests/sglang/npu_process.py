@@ -1,32 +1,23 @@
 """SGLang on the emulated ``npu`` device, in a process of its own: its NPU branches and our classes, as far as they go.
 
-Run with SGLANG_PLATFORM=dsv4_npu; prints one JSON object per step. What SGLang imports of the Ascend stack and this
-machine lacks is stood in for by modules whose attributes exist and raise when they are called. What they stand in for
-is listed by :data:`STACK`; nothing of our own memory is among it.
+Run with SGLANG_PLATFORM=dsv4_npu; prints one JSON object per step. What SGLang imports of the Ascend stack is stood in
+for (:mod:`dsv4_npu.sglang.engine_npu`); nothing of our own memory is among it.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
-import sys
 import tempfile
-import types
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dsv4_npu.emulation import device
+import torch
 
-device.activate()
+from dsv4_npu.sglang import engine_npu
 
-import torch  # noqa: E402
-
-#: Packages of an Ascend host that SGLang imports without a guard.
-STACK = ("torch_npu", "sgl_kernel_npu", "torchair", "acl", "custom_ops", "triton.language.extra.cann")
 MODULES = (
     "mem_cache.allocation",
     "mem_cache.unified_radix_cache",
@@ -42,63 +33,6 @@ MODULES = (
     "managers.scheduler",
     "entrypoints.engine",
 )
-
-
-class Absent(type):
-    """A class of a missing package: it can be named, also its attributes, and raises when it is called."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Absent(f"{cls.__name__}.{name}", (), {})
-
-    def __call__(cls, *_args: Any, **_kwargs: Any) -> Any:
-        raise RuntimeError(f"{cls.__name__} was called")
-
-
-class Settings:
-    """An object whose settings may be set."""
-
-    def __getattr__(self, name: str) -> Any:
-        return Settings()
-
-
-class Stack(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of :data:`STACK` that are not installed."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        inside = any(name == one or name.startswith(f"{one}.") for one in STACK)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if inside else None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        module = types.ModuleType(spec.name)
-
-        def attribute(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return Absent(f"{spec.name}.{name}", (), {})
-
-        module.__getattr__ = attribute  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        if module.__name__ == "torch_npu":
-            module.npu = torch.npu
-            module.npu_scatter_nd_update_ = scatter
-            module._apply_patches = lambda *_: None
-        elif module.__name__ == "torchair":
-            module.get_npu_backend = lambda **_: "eager"
-        elif module.__name__ == "torchair.configs.compiler_config":
-            module.CompilerConfig = Settings
-        elif module.__name__ == "acl":
-            # A3: not architecture 35.
-            module.rt = SimpleNamespace(get_device_info=lambda *_: (0, 0))
-
-
-def scatter(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """``npu_scatter_nd_update_``."""
-    target[rows.squeeze(-1).long()] = values
-    return target
 
 
 def step(name: str, run: Callable[[], Any]) -> Any:
@@ -273,15 +207,13 @@ def greedy() -> list[Any]:
 
 
 def main() -> None:
-    sys.meta_path.append(Stack())
+    engine_npu.prepare()
     from sglang.srt.platforms import current_platform
     from sglang.srt.plugins import load_plugins
     from sglang.srt.utils import is_npu
 
     step("platform", lambda: type(current_platform).__name__)
     step("is_npu", is_npu)
-    backend: Any = type(torch.npu)
-    backend.config, backend.set_compile_mode = Settings(), lambda *_args, **_kwargs: None
     step("plugins", load_plugins)
     from dsv4_npu.sglang.verify import targets_report
 

