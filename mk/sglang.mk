@@ -28,3 +28,13 @@ SGLANG_DEMO_ARGS ?=
 .PHONY: sglang-demo
 sglang-demo: $(SGLANG_VENV)/.package  ## SGLang's real engine over our memory on a CPU, compared with Hugging Face
 	SGLANG_PLATFORM=dsv4_npu_emulated $(SGLANG_PY) -W ignore -m dsv4_npu.sglang.demo $(SGLANG_DEMO_ARGS)
+
+BENCH_SGLANG_ARGS ?=
+
+.PHONY: bench-sglang
+bench-sglang: $(SGLANG_VENV)/.package  ## SGLang's calls on its own memory classes and on ours
+	$(SGLANG_PY) -W ignore benchmarks/sglang_calls.py $(BENCH_SGLANG_ARGS)
+
+.PHONY: sglang-demo-npu
+sglang-demo-npu: $(SGLANG_VENV)/.package  ## the same on the emulated npu device: SGLang's NPU branches
+	SGLANG_PLATFORM=dsv4_npu $(SGLANG_PY) -W ignore -m dsv4_npu.sglang.demo --device npu $(SGLANG_DEMO_ARGS)
