@@ -1,6 +1,7 @@
 """SGLang's real engine over our memory: its tokens and logits are Hugging Face's, and nothing stays held.
 
-One engine serves without speculation and one with EAGLE; each is started once, so the order of the tests matters.
+One engine serves without speculation, one with EAGLE and one with DSpark; each is started once, so the order of the
+tests matters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dsv4_npu.sglang.engine_forward import ForwardSetup
 from dsv4_npu.sglang.engine_launch import EmulatedEngine
 from dsv4_npu.sglang.engine_scenarios import Outcome, Scenarios
 
+pytestmark = pytest.mark.slow
+
 OURS = {
     "pool": "dsv4_npu.sglang.kv_pool.KVPool",
     "allocator": "dsv4_npu.sglang.allocator.KVAllocator",
@@ -21,9 +24,10 @@ OURS = {
 }
 
 
-@pytest.fixture(scope="module", params=[0, 3], ids=["plain", "eagle"])
+@pytest.fixture(scope="module", params=[(0, "EAGLE"), (3, "EAGLE"), (3, "DSPARK")], ids=["plain", "eagle", "dspark"])
 def scenarios(request: pytest.FixtureRequest) -> Iterator[Scenarios]:
-    engine = EmulatedEngine(ForwardSetup(draft_tokens=request.param), "fork")
+    drafts, algorithm = request.param
+    engine = EmulatedEngine(ForwardSetup(draft_tokens=drafts, algorithm=algorithm), "fork")
     try:
         yield Scenarios(engine)
     finally:

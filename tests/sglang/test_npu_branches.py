@@ -31,6 +31,7 @@ def steps() -> dict[str, dict[str, Any]]:
     return {one["step"]: one for one in found}
 
 
+@pytest.mark.slow
 def test_the_engine_serves_on_the_device() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "dsv4_npu.sglang.demo", "--device", "npu", "--json"],
