@@ -124,7 +124,7 @@ def test_the_page_in_docs_is_the_one_that_is_generated() -> None:
     text = budget_tables.DOC.read_text(encoding="utf-8")
     assert budget_tables.filled(text) == text, "run python -m tests.core.budget_tables"
     rows = [line for line in text.splitlines() if line.count("|") == 9][2:]
-    assert len(rows) == 60
+    assert len(rows) == 72
     assert all(row.endswith("| 0 |") for row in rows)
 
 
