@@ -43,10 +43,11 @@ class Capacity:
 
     def c128_available_tokens(self) -> int:
         """Tokens whose C128 entries still have room: in free pages, and in pages that request rows hold already."""
-        entries = self.free_tokens(C128)
-        if self._table is not None:
-            entries += int(self._table.sidecar.tail_entries)
-        return entries * addressing.C128_RATIO
+        return (self.free_tokens(C128) + self.c128_tail_entries()) * addressing.C128_RATIO
+
+    def c128_tail_entries(self) -> int:
+        """C128 entries that request rows can still take in pages that they hold."""
+        return 0 if self._table is None else int(self._table.sidecar.tail_entries)
 
     def available_size(self) -> int:
         """Tokens that can be given out: the least of the three families."""
@@ -71,7 +72,7 @@ class Capacity:
             return True
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return False
-        if free() + self._c128_of_caches() < num_pages:
+        if free() + self.c128_of_caches() < num_pages:
             return False
         while free() < num_pages:
             if tree_cache.evict(EvictParams(num_tokens=self.page_size)).num_tokens_evicted == 0:
@@ -101,7 +102,7 @@ class Capacity:
         """The reservations of one prefill pass."""
         return PrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
-    def _c128_of_caches(self) -> int:
+    def c128_of_caches(self) -> int:
         """C128 pages that no request row names: what evicting caches could free at most."""
         held = self.pages.state.c128_count > 0
         if self._table is not None:
@@ -124,9 +125,13 @@ class PrefillBudget(SWAPrefillBudget):  # type: ignore[misc]
         return addressing.c128_columns(tokens, self.allocator.pages.spec.c128_page_size)
 
     def _c128_fits(self, tokens: int) -> bool:
-        unit = self.allocator.pages.spec.c128_page_size
-        have = self.allocator.free_tokens(C128) // unit + self.allocator._c128_of_caches()
-        return bool(self._c128_pages + self._pages_for(tokens) <= have)
+        return self._c128_pages + self._pages_for(tokens) <= self._c128_left()
+
+    def _c128_left(self) -> int:
+        """Free pages, and those of the tree that no lock keeps from being evicted."""
+        spec = self.allocator.pages.spec
+        evictable = min(self.allocator.c128_of_caches(), self.tree_cache.full_evictable_size() // spec.group_tokens)
+        return int(self.allocator.free_tokens(C128) // spec.c128_page_size + evictable)
 
     def check_prefill(self, *, extend_input_len: int, max_new_tokens: int, **kwargs: Any) -> tuple[bool, int | None]:
         """Whether a request may enter, and a bound of its chunk."""
@@ -136,6 +141,15 @@ class PrefillBudget(SWAPrefillBudget):  # type: ignore[misc]
             extend_input_len=extend_input_len, max_new_tokens=max_new_tokens, **kwargs
         )
         return found
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int | None:
+        """How long the next chunk of a request in work may be; None: it waits."""
+        found: int | None = super().available_chunk_tokens(chunk_limit)
+        if found is None:
+            return None
+        spec = self.allocator.pages.spec
+        entries = self._c128_left() * spec.c128_page_size + self.allocator.c128_tail_entries()
+        return min(found, entries * addressing.C128_RATIO) or None
 
     def reserve(self, extend_input_len: int, max_new_tokens: int, **kwargs: Any) -> None:
         """Count an admitted request."""

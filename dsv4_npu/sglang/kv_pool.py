@@ -115,8 +115,9 @@ class KVPool(DSV4NPUTokenToKVPool):  # type: ignore[misc]
             raise ConfigError("enable_hisparse = True; False is needed: HiSparse has no pool on an NPU")
         if swa_page_size != page_size:
             raise ConfigError(f"swa_page_size = {swa_page_size}; page_size = {page_size} is needed on an NPU")
-        stage = slice(start_layer or 0, end_layer)
-        ratios = list(compression_ratios)[stage] if end_layer is not None else list(compression_ratios)
+        ratios = list(compression_ratios)
+        if start_layer is not None and end_layer is not None and end_layer <= len(ratios):
+            ratios = ratios[start_layer:end_layer]
         slots = num_req_slots if num_req_slots is not None else max_num_reqs + 1
         config = cache_config(
             ratios=ratios,
