@@ -46,6 +46,13 @@ def rounds(
 ) -> dict[str, Any]:
     """Rounds of verify over a few requests: each rank with coins of its own, batches of 0 to ``MOST`` requests."""
     before, ranks_module.PARTS = ranks_module.PARTS, tuple(parts)
+    sent, broadcast = [], ranks_module.dist.broadcast
+
+    def counted(buffer: torch.Tensor, **where: Any) -> None:
+        sent.append(buffer.numel())
+        broadcast(buffer, **where)
+
+    ranks_module.dist.broadcast = counted  # type: ignore[assignment]
     sync = RankSync(MOST, WIDTH, STEPS + 1, device=device)
     coins = torch.Generator().manual_seed(1000 + rank)
     shapes = random.Random(7)
@@ -83,8 +90,8 @@ def rounds(
                 history.extend(new)
         except Dsv4NpuError as found:
             error = str(found)
-    ranks_module.PARTS = before
-    return {"histories": histories, "overruled": sync.overruled, "error": error}
+    ranks_module.PARTS, ranks_module.dist.broadcast = before, broadcast
+    return {"histories": histories, "overruled": sync.overruled, "error": error, "sent": sent}
 
 
 def _result(batch: int, width: int = 3, depth: int = 3, token: int = 0) -> VerifyResult:

@@ -47,6 +47,8 @@ def test_a_thousand_rounds_leave_one_history(pair: list[dict[str, Any]]) -> None
     assert all(len(history) > 300 for history in first["histories"])
     assert first["overruled"] == 0
     assert second["overruled"] > 300
+    # One broadcast per round, always of the same size: the batch was of 0 to 3 requests.
+    assert first["sent"] == second["sent"] == [first["sent"][0]] * 1000
 
 
 def test_ranks_that_do_not_agree_part(pair: list[dict[str, Any]]) -> None:
