@@ -206,6 +206,22 @@ def test_a_session_keeps_its_row_between_turns_and_returns_it() -> None:
     assert server.alloc.verify_byte_accounting() == []
 
 
+def test_a_chunk_waits_where_no_c128_page_can_be_had() -> None:
+    server = Server(True, full_pages=96, c128_pages=2, rows=4)
+
+    def longest() -> int | None:
+        return server.alloc.create_prefill_budget(server.cache).available_chunk_tokens(4096)
+
+    assert longest() == 4096
+    first = server.request("a", [1] * 4096)
+    server.prefill(first, GROUP - 128)
+    assert longest() == GROUP + 128
+    server.prefill(first)
+    assert longest() is None
+    server.end(first)
+    assert longest() == 4096
+
+
 def test_the_accounting_notices_a_c128_page_that_a_node_lost() -> None:
     server = Server(True, full_pages=96, rows=4)
     req = server.request("a", list(range(5000)))
