@@ -1,4 +1,7 @@
-"""In plain torch what SGLang's EAGLE worker does between its forwards with Triton or with one vendor's kernels."""
+"""In plain torch what SGLang's EAGLE worker does between its forwards with Triton or with one vendor's kernels.
+
+Like the model they stand in for kernels, so on the emulated device they work on the memory behind its tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dsv4_npu.emulation.device import held
 from dsv4_npu.errors import InputError
 
 
@@ -18,11 +22,12 @@ def assign_req_to_token_pool_func(
     batch_size: int,
 ) -> None:
     """Write the slots ``out_cache_loc [sum of end - start]`` to positions ``[start, end)`` of each request's row."""
+    start_offset, end_offset, table = held(start_offset), held(end_offset), held(req_to_token)
     counts = (end_offset - start_offset).to(torch.int64)
-    rows = req_pool_indices.to(torch.int64).repeat_interleave(counts)
+    rows = held(req_pool_indices).to(torch.int64).repeat_interleave(counts)
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
     positions = start_offset.to(torch.int64).repeat_interleave(counts) + torch.arange(int(counts.sum())) - first
-    req_to_token[rows, positions] = out_cache_loc.to(req_to_token.dtype)
+    table[rows, positions] = held(out_cache_loc).to(table.dtype)
 
 
 def build_tree_kernel_efficient_func(
@@ -46,12 +51,13 @@ def build_tree_kernel_efficient_func(
     """
     if topk != 1:
         raise InputError(f"topk = {topk}; 1 is needed: DeepSeek-V4's compressor ring holds one row per position")
-    batch = len(seq_lens)
+    lengths = held(seq_lens).to(torch.int64)
+    batch = len(lengths)
     step = torch.arange(num_verify_tokens)
-    retrieve_index.copy_(torch.arange(batch * num_verify_tokens).view(batch, num_verify_tokens))
-    retrieve_next_token.copy_(torch.where(step + 1 < num_verify_tokens, step + 1, -1).expand(batch, -1))
-    retrieve_next_sibling.fill_(-1)
-    positions.copy_((seq_lens.to(torch.int64)[:, None] + step).flatten())
+    held(retrieve_index).copy_(torch.arange(batch * num_verify_tokens).view(batch, num_verify_tokens))
+    held(retrieve_next_token).copy_(torch.where(step + 1 < num_verify_tokens, step + 1, -1).expand(batch, -1))
+    held(retrieve_next_sibling).fill_(-1)
+    held(positions).copy_((lengths[:, None] + step).flatten())
 
 
 def install() -> None:
