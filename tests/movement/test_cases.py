@@ -68,7 +68,13 @@ KINDS = [(256, 34, 256), (130, 1, 128), (255, 6, 128), (3, 2, 0)]
 
 @pytest.mark.parametrize(
     ("platform", "prefix", "own", "cached"),
-    [("a3", *KINDS[0]), ("a3", *KINDS[3]), *(("a5", *kind) for kind in KINDS)],
+    [
+        ("a3", *KINDS[0]),
+        ("a5", *KINDS[0]),
+        ("a5", *KINDS[3]),
+        *(pytest.param("a5", *kind, marks=pytest.mark.slow) for kind in KINDS[1:3]),
+        *(pytest.param("a3", *kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
+    ],
 )
 def test_6_every_ring_row_read_is_the_readers_or_its_prefixs(
     bench: Bench, platform: str, prefix: int, own: int, cached: int
@@ -183,10 +189,11 @@ def without_window(bench: Bench, platform: str, page: int, gone: int, prompt: li
     ("platform", "page", "gone", "shared", "cached"),
     [
         ("a3", 128, 256, 256, 128),
-        ("a3", 128, 128, 140, 0),
-        ("a5", 128, 256, 256, 128),
+        ("a5", 128, 128, 140, 0),
         ("a5", 128, 128, 256, 256),
-        ("a5", 256, 256, 256, 0),
+        pytest.param("a3", 256, 256, 256, 0, marks=pytest.mark.slow),
+        pytest.param("a5", 128, 256, 256, 128, marks=pytest.mark.slow),
+        pytest.param("a5", 256, 256, 256, 0, marks=pytest.mark.slow),
     ],
 )
 def test_46_a_hit_without_its_window_is_shortened_or_refused(
