@@ -18,7 +18,7 @@ def prompts(tmp_path: Path) -> str:
 
 
 def test_own_drafts_of_both_kinds(prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--spec", "mtp", "--spec", "dspark", "--drafter", "own", "--overlap", "--max-new-tokens", "5"]
+    options = ["--spec", "mtp", "--spec", "dspark", "--drafter", "own", "--overlap", "--max-new-tokens", "3"]
     assert main(["run", "--prompts", prompts, *options]) == 0
     shown = capsys.readouterr().out
     assert "tiny on a3, mtp D=4, own drafts, overlap" in shown
