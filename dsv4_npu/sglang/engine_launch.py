@@ -129,6 +129,8 @@ class EmulatedEngine:
         }
         if setup.draft_tokens:
             arguments |= {
+                # As SGLang does on a CPU: its relay between rounds is a Triton kernel of its own.
+                "disable_overlap_schedule": True,
                 "speculative_algorithm": setup.algorithm,
                 "speculative_num_draft_tokens": setup.draft_tokens + 1,
             }

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dsv4_npu.emulation import device
+from dsv4_npu.emulation.stream import Event
 
 #: Packages of an Ascend host that SGLang imports without a guard.
 STACK = ("torch_npu", "sgl_kernel_npu", "torchair", "acl", "custom_ops", "triton.language.extra.cann")
@@ -135,6 +136,9 @@ def prepare() -> None:
     backend.Stream = backend.StreamContext = OneStream
     backend.current_stream = backend.default_stream = lambda *_: OneStream()
     backend.stream = lambda *_: contextlib.nullcontext()
+    # Streams wait for events; with one stream there is nothing to wait for.
+    event: Any = Event
+    event.wait = _nothing
 
 
 def install() -> None:
@@ -163,6 +167,7 @@ def install() -> None:
     _everywhere(common.is_pin_memory_available, lambda *_args, **_kwargs: False)
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda one, *_args, **_kwargs: one
+    tensor.record_stream = _nothing
     allocation.support_triton = forward_batch_info.support_triton = lambda *_: False
     # The compressor whose save rule would be probed is the emulation's own.
     vars(start)["probe_before_serving"] = _nothing
