@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv4_npu.config import ModelSpec
-from dsv4_npu.errors import UnavailableError
+from dsv4_npu.errors import ConfigError, UnavailableError
 from dsv4_npu.sglang import engine_dspark, engine_npu
 from dsv4_npu.sglang.engine_forward import ForwardSetup
 from dsv4_npu.sglang.engine_seams import run_scheduler
@@ -82,6 +82,7 @@ class EmulatedEngine:
 
     Raises:
         UnavailableError: SGLang is not installed.
+        ConfigError: DSpark on the emulated npu device.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class EmulatedEngine:
                 f"SGLang cannot be imported ({error}): make an environment with `make sglang-env`"
             ) from error
         if device == "npu":
+            if setup.algorithm == "DSPARK":
+                raise ConfigError("algorithm = 'DSPARK' on the npu device; 'EAGLE' is needed there, or device = 'cpu'")
             engine_npu.install()
             start_method = "fork"
         self._folder = tempfile.TemporaryDirectory(prefix="dsv4-npu-engine-")
