@@ -32,9 +32,13 @@ def steps() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_engine_serves_on_the_device() -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_engine_serves_on_the_device(drafts: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "dsv4_npu.sglang.demo", "--device", "npu", "--json"],
+        [
+            *(sys.executable, "-W", "ignore", "-m", "dsv4_npu.sglang.demo"),
+            *("--device", "npu", "--draft-tokens", str(drafts), "--json"),
+        ],
         cwd=ROOT,
         env={**os.environ, "SGLANG_PLATFORM": "dsv4_npu"},
         capture_output=True,
@@ -46,6 +50,7 @@ def test_the_engine_serves_on_the_device() -> None:
     assert result["right"]
     assert result["sound"]
     assert len(result["outcomes"]) == 11
+    assert ("target_verify" in result["report"]["forwards"]) == bool(drafts)
     assert {one["cached"] for one in result["outcomes"]} == {0, 2048}
     assert sum(one["retracted"] for one in result["outcomes"]) >= 1
 
