@@ -103,7 +103,7 @@ def test_at_every_position_of_a_window(bench: Bench, platform: str, overlap: boo
     setting = replace(SETTING, platform=platform, overlap=overlap)
     # Behind each return a prefill of one token reads what came back; in the second run a verify round too.
     assert one_run(bench, setting, 123, 260, 0) >= set(range(123, 260))
-    assert len(one_run(bench, setting, 123, 260, 1)) > 40
+    assert len(one_run(bench, setting, 123, 260, 1)) > 20
 
 
 @pytest.mark.parametrize(("platform", "overlap"), [("a3", False), ("a5", True)])
