@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import pickle
+import signal
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -185,6 +186,12 @@ class EmulatedEngine:
         return found
 
     def shutdown(self) -> None:
-        """Stop SGLang's processes."""
-        self.sglang.shutdown()
+        """Stop SGLang's processes; call it in the main thread, as the constructor."""
+        # SGLang kills its whole process, this one too, when a child reports that it or a sibling died. While we stop
+        # them that report is no news.
+        before = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        try:
+            self.sglang.shutdown()
+        finally:
+            signal.signal(signal.SIGQUIT, before)
         self._folder.cleanup()
