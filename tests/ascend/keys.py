@@ -1,12 +1,14 @@
 """Keys of the kernels' sources: what a committed proof was made for. Needs no Triton.
 
-An op's key covers its triton.py and whatever that imports from dsv4_npu.ops, its cases, the tools that make the
-proofs and their versions. Comments, docstrings and layout do not change it.
+An op's key covers its triton.py, its oracle ref.py and its cases, whatever these import from dsv4_npu.ops or from
+beside them, the tools that make the proofs and their versions. The op's ``__init__.py`` (checks and registration) is
+not part of a proof, which calls the launcher itself. Comments, docstrings and layout do not change a key.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -50,21 +52,24 @@ def stale() -> list[str]:
 
 def op_key(op: str) -> str:
     digest = hashlib.sha256()
-    for path in sorted(_closure(OPS / op / "triton.py")):
-        digest.update(canonical(path.read_text()).encode())
-    for path in [HERE / f"{name}.py" for name in PROVING] + [
-        HERE / "cases" / f"{op}.py",
-        HERE / "cases" / "__init__.py",
-    ]:
+    proven = _closure(OPS / op / "triton.py", OPS / op / "ref.py", HERE / "cases" / f"{op}.py")
+    tools = {HERE / f"{name}.py" for name in PROVING} | {HERE / "cases" / "__init__.py"}
+    for path in sorted(proven | tools):
         digest.update(canonical(path.read_text()).encode() if path.is_file() else b"absent")
     digest.update((HERE / "runtime.c").read_bytes())
     digest.update((HERE / "requirements.txt").read_bytes())
     return digest.hexdigest()[:16]
 
 
+@functools.cache
 def canonical(source: str) -> str:
     """The syntax tree as text, the same for any Python version, comment, docstring or layout."""
-    return _dump(ast.parse(source))
+    return _dump(_tree(source))
+
+
+@functools.cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def _dump(node: object) -> str:
@@ -79,24 +84,40 @@ def _dump(node: object) -> str:
 
 
 def _jitted(path: Path) -> list[ast.FunctionDef]:
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in _tree(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     return [node for node in functions if any("jit" in ast.dump(mark) for mark in node.decorator_list)]
 
 
-def _closure(path: Path) -> set[Path]:
-    """A file and the files of dsv4_npu.ops that it imports, directly or not."""
+def _closure(*paths: Path) -> set[Path]:
+    """Files and what they import, directly or not, from dsv4_npu.ops or with a leading dot."""
     seen: set[Path] = set()
-    queue = [path]
+    queue = list(paths)
     while queue:
         current = queue.pop()
-        if current in seen or not current.is_file():
-            continue
-        seen.add(current)
-        for node in ast.walk(ast.parse(current.read_text())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            queue += [ROOT / (name.replace(".", "/") + ".py") for name in names if name.startswith("dsv4_npu.ops.")]
+        if current not in seen and current.is_file():
+            seen.add(current)
+            queue += _imports(current)
     return seen
+
+
+def _imports(path: Path) -> list[Path]:
+    found: list[Path] = []
+    for node in ast.walk(_tree(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [_file(ROOT, alias.name) for alias in node.names if alias.name.startswith("dsv4_npu.ops.")]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if not node.level and not f"{module}.".startswith("dsv4_npu.ops."):
+                continue
+            base = path.parents[node.level - 1] if node.level else ROOT
+            parts = [_file(base, f"{module}.{alias.name}".strip(".")) for alias in node.names]
+            found += [part for part in parts if part.is_file()]
+            if not all(part.is_file() for part in parts):  # a name that the module itself holds
+                found.append(_file(base, module))
+    return found
+
+
+def _file(base: Path, module: str) -> Path:
+    """The file of a module; of a package its ``__init__.py``."""
+    folder = base.joinpath(*module.split("."))
+    return folder.with_name(f"{folder.name}.py") if not folder.is_dir() else folder / "__init__.py"
