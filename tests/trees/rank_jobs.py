@@ -121,11 +121,63 @@ def mismatches(rank: int) -> list[str]:
         except AuditError as error:
             said.append(str(error))
     sync.agree(_result(1), torch.tensor([4]))
-    try:
-        sync.agree(_result(5), torch.tensor([1] * 5))
-    except InputError as error:
-        said.append(str(error))
+    for culprits in ((0, 1), (0,), (1,)):
+        batch = 5 if rank in culprits else 2
+        try:
+            sync.agree(_result(batch), torch.tensor([1] * batch))
+            said.append("")
+        except (AuditError, InputError) as error:
+            said.append(str(error))
+    sync.agree(_result(1), torch.tensor([4]))
     return said
+
+
+#: Sizes of a result on rank 0 and on rank 1: batch, D, W.
+SIZES = {
+    "more requests": ((2, 3, 3), (4, 3, 3)),
+    "fewer requests": ((4, 3, 3), (2, 3, 3)),
+    "no requests": ((4, 4, 4), (0, 1, 3)),
+    "larger D": ((3, 2, 2), (3, 4, 2)),
+    "smaller D": ((3, 4, 2), (3, 2, 2)),
+    "larger W": ((3, 4, 2), (3, 4, 4)),
+    "smaller W": ((3, 4, 4), (3, 4, 2)),
+    "lengths": ((3, 4, 3), (3, 4, 3)),
+}
+
+
+def unlike(rank: int, blind: bool = False) -> dict[str, Any]:
+    """Other sizes than rank 0's, looked for two rounds later; all rows accepted, with tokens far above any row.
+
+    ``blind``: rank 0's numbers are taken whatever differs.
+    """
+    outcome: dict[str, Any] = {}
+    for name, sizes in SIZES.items():
+        batch, width, depth = sizes[rank]
+        sync = RankSync(4, 4, 4, check_now=False)
+        if blind:
+            sync._compare = lambda mine, theirs: None  # type: ignore[method-assign]
+        index = torch.arange(batch * width, dtype=torch.int32).view(batch, width)[:, :depth].contiguous()
+        tokens = torch.arange(5000, 5000 + batch * width, dtype=torch.int32)
+        mine = VerifyResult(tokens, index, torch.full((batch,), depth, dtype=torch.int32))
+        lens = torch.full((batch,), 7 + rank if name == "lengths" else 7)
+        said = []
+        try:
+            agreed = [sync.agree(mine, lens), sync.agree(_result(2, token=6000), torch.tensor([8, 9]))]
+            parts = [[part.tolist() for part in (one.predict, one.accept_index, one.accept_lens)] for one in agreed]
+        except IndexError as error:
+            parts = [[str(error)]]
+        overruled = sync.overruled
+        for _ in range(2):
+            try:
+                sync.check()
+                said.append("")
+            except AuditError as error:
+                said.append(str(error))
+        if len(parts) == 1:
+            sync.idle()
+        last = sync.agree(_result(2, token=7000 + rank), torch.tensor([8, 9]))
+        outcome[name] = {"parts": parts, "said": said, "overruled": overruled, "last": last.predict.tolist()}
+    return outcome
 
 
 def later(rank: int) -> list[str]:
