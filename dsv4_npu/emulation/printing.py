@@ -21,6 +21,13 @@ def _table(console: Console, title: str | None) -> Table:
     return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
 
 
+def _verdict(identical: bool | None, simulated: bool, wrong: str) -> str:
+    """Of a comparison with the oracle; a dash where nothing was compared."""
+    if identical is None:
+        return "–"
+    return wrong if not identical else "simulated" if simulated else "yes"
+
+
 def print_result(console: Console, result: RunResult) -> None:
     narrow = console.width < NARROW
     table = _table(console, result.label)
@@ -30,7 +37,7 @@ def print_result(console: Console, result: RunResult) -> None:
         table.add_column(name, justify="right" if name in ("request", "prompt", "new", "rounds") else "left")
     for r in result.requests:
         histogram = "  ".join(f"{k}:{v}" for k, v in r.accept_histogram.items())
-        verdict = "simulated" if r.simulated else "yes" if r.identical else f"NO (token {r.first_difference})"
+        verdict = _verdict(r.identical, r.simulated, f"NO (token {r.first_difference})")
         text = tokenizer.decode(r.outputs)
         longest = 12 if narrow else 28
         table.add_row(
@@ -39,7 +46,7 @@ def print_result(console: Console, result: RunResult) -> None:
             str(len(r.outputs)),
             str(r.rounds),
             histogram,
-            f"{r.max_logit_error:.1e}",
+            "–" if r.max_logit_error is None else f"{r.max_logit_error:.1e}",
             verdict,
             text[:longest] + ("…" if len(text) > longest else ""),
         )
@@ -127,7 +134,7 @@ def print_summary(console: Console, results: list[RunResult]) -> None:
         rounds = sum(q.rounds for q in r.requests)
         table.add_row(
             r.label,
-            "simulated" if r.simulated else "yes" if r.identical else "NO",
+            _verdict(r.identical, r.simulated, "NO"),
             r.audit,
             ", ".join(r.leaked) or "none",
             str(r.rounds),
@@ -142,7 +149,7 @@ def print_summary(console: Console, results: list[RunResult]) -> None:
         return
     if any(q.native for r in results for q in r.requests):
         print_native(console, results)
-    worst = max((q.max_logit_error for r in results for q in r.requests), default=0.0)
+    worst = max((r.max_logit_error for r in results), default=0.0)
     margin = min((q.min_margin for r in results for q in r.requests), default=0.0)
     console.print(
         f"identical = {'yes' if all(r.identical for r in results) else 'NO'} "

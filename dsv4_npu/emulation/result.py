@@ -26,6 +26,7 @@ class RequestResult:
     """One request compared with the oracle; over native rows with a plain decode (``native``).
 
     ``simulated``: how much was accepted was made up, and so its outputs and its histogram say nothing.
+    ``identical``, ``max_logit_error``: None where nothing was compared.
     """
 
     rid: int
@@ -35,9 +36,9 @@ class RequestResult:
     finish: str
     rounds: int
     accept_histogram: dict[int, int]
-    identical: bool
+    identical: bool | None
     first_difference: int | None
-    max_logit_error: float
+    max_logit_error: float | None
     min_margin: float
     native: NativeComparison | None = None
     simulated: bool = False
@@ -61,7 +62,7 @@ class FamilyUsage:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A whole run. ``ok`` only if every request equals the reference, the audit is clean and every page came back.
+    """A whole run. ``ok`` only if no request differs from the reference, the audit is clean and every page came back.
 
     ``reference``: what outputs are compared with; over native rows a plain decode over the same rows, where a
     difference at a choice that the rows do not settle is reported and no failure.
@@ -86,16 +87,23 @@ class RunResult:
     ranks: list[RankReport] = field(default_factory=list)
 
     @property
-    def identical(self) -> bool:
-        """Whether every request equals ``reference``."""
-        return all(r.identical for r in self.requests)
+    def identical(self) -> bool | None:
+        """Whether every request equals ``reference``; None if none differs and some were not compared."""
+        found = {r.identical for r in self.requests}
+        return False if False in found else None if None in found else True
+
+    @property
+    def max_logit_error(self) -> float:
+        """The largest logit difference of the requests that were compared; 0 without any."""
+        return max((r.max_logit_error for r in self.requests if r.max_logit_error is not None), default=0.0)
 
     @property
     def ok(self) -> bool:
-        """Identical, audited and without leaks."""
+        """Identical as far as compared, audited and without leaks."""
         agreed = all(rank.same_history and rank.ok for rank in self.ranks)
         drafted = self.drafts is None or not self.drafts.wrong
-        return self.identical and self.audit == "clean" and not self.leaked and agreed and drafted
+        same = self.identical is not False
+        return same and self.audit == "clean" and not self.leaked and agreed and drafted
 
     @property
     def simulated(self) -> bool:

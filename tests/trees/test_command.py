@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from dsv4_npu.alloc import KVAllocator
 from dsv4_npu.cli import main
 from dsv4_npu.emulation.trees.engine import TreeEngine
 from dsv4_npu.emulation.trees.model import TINY
+from dsv4_npu.errors import AuditError
 
 PROMPTS = "Two books, one harbour.\n\nThe miller opens the lower gate first.\n"
 
@@ -54,10 +56,14 @@ def test_scripted_trees_and_a_llama_from_a_file(
     assert "D=10, scripted drafts" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("options", [["--simulated-length", "2"], ["--spec", "chain", "--simulated-tokens", "drafts"]])
+FIXED, DRAFTS = ["--simulated-length", "2"], ["--spec", "chain", "--simulated-tokens", "drafts"]
+
+
+@pytest.mark.parametrize("options", [FIXED, DRAFTS])
 def test_simulated_runs_say_so(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
+    """Made-up tokens are compared with nothing; drafts that became the history have the oracle's logits."""
     out = tmp_path / "out.json"
     assert run(prompts, "--accept", "simulated", *options, "--json", str(out)) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -68,6 +74,65 @@ def test_simulated_runs_say_so(
     assert one["simulated"]
     assert "simulated acceptance (" in one["label"]
     assert all(request["simulated"] for request in one["requests"])
+    compared = options is DRAFTS
+    assert one["ok"]
+    assert one["identical"] is (True if compared else None)
+    for request in one["requests"]:
+        assert request["identical"] is (True if compared else None)
+        assert (request["max_logit_error"] is not None) == compared
+        if compared:
+            assert request["max_logit_error"] < 1e-10
+    # Two cells of each of the two requests, one of the summary.
+    assert shown.count("–") == (0 if compared else 5)
+    assert ("e+00" in shown or "e-1" in shown) == compared
+
+
+def leak(patch: pytest.MonkeyPatch) -> None:
+    """A request row that nobody gives back."""
+    real = TreeEngine.run
+
+    def leaking(self: TreeEngine) -> list[Any]:
+        runs = real(self)
+        self.alloc.open("nobody")
+        return runs
+
+    patch.setattr(TreeEngine, "run", leaking)
+
+
+def break_audit(patch: pytest.MonkeyPatch) -> None:
+    """An audit that finds something."""
+
+    def broken(self: KVAllocator) -> None:
+        raise AuditError("FULL page 3: no owner")
+
+    patch.setattr(KVAllocator, "audit", broken)
+
+
+@pytest.mark.parametrize("fault", [leak, break_audit])
+def test_simulated_runs_fail_by_audit_and_leaks(
+    prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    out = tmp_path / "out.json"
+    fault(monkeypatch)
+    assert run(prompts, "--accept", "simulated", *FIXED, "--json", str(out), new=3) == 1
+    (one,) = json.loads(out.read_text())["runs"]
+    assert one["ok"] is False
+    assert one["identical"] is None
+
+
+def test_simulated_drafts_with_wrong_logits_are_told(
+    prompts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = TreeEngine.run
+
+    def wrong(self: TreeEngine) -> list[Any]:
+        runs = real(self)
+        runs[0].logits[-1] = runs[0].logits[-1] + 1.0
+        return runs
+
+    monkeypatch.setattr(TreeEngine, "run", wrong)
+    assert run(prompts, "--accept", "simulated", *DRAFTS, new=3) == 1
+    assert "NO" in capsys.readouterr().out
 
 
 def test_a_wrong_output_gives_status_1(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +148,7 @@ def test_a_wrong_output_gives_status_1(prompts: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_leaked_row_gives_status_1(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = TreeEngine.run
-
-    def leaking(self: TreeEngine) -> list[Any]:
-        runs = real(self)
-        self.alloc.open("nobody")
-        return runs
-
-    monkeypatch.setattr(TreeEngine, "run", leaking)
+    leak(monkeypatch)
     assert run(prompts, new=3) == 1
 
 

@@ -20,7 +20,7 @@ def summarise_trees(
     """Compare a finished run with the oracle and collect its numbers.
 
     Simulated drafts become the history, so their logits must be the oracle's along them. Simulated fixed tokens are
-    not what the KV was computed from: there is nothing to compare.
+    not what the KV was computed from: there is nothing to compare, so audit and leaks alone decide.
     """
     options = engine.options
     try:
@@ -62,9 +62,9 @@ def _made_up(request: RequestRun) -> RequestResult:
         finish=request.finish,
         rounds=request.rounds,
         accept_histogram=dict(sorted(request.accepts.items())),
-        identical=True,
+        identical=None,
         first_difference=None,
-        max_logit_error=0.0,
+        max_logit_error=None,
         min_margin=float((top[:, 0] - top[:, 1]).min()),
         simulated=True,
     )
