@@ -94,7 +94,8 @@ def chain_speculative_sampling_triton(
 ) -> Outputs:
     """Rejection sampling along a chain; see :func:`dsv4_npu.ops.chain_speculative_sampling`.
 
-    A chain has no links and no thresholds, so those four arguments are not read; it is deterministic in any case.
+    A chain has no links and no thresholds, so those four arguments are not read; it is deterministic in any case. The
+    library is given the links of a chain and thresholds of 1.
 
     Returns:
         The three outputs, which were written in place.
@@ -115,9 +116,7 @@ def chain_speculative_sampling_triton(
         function = trusted("chain_speculative_sampling_triton", candidates.device)
         if function is not None:
             if candidates.shape[0]:
-                links = (retrive_next_token, retrive_next_sibling)
-                options = (threshold_single, threshold_acc, deterministic)
-                function(*arguments[:5], *links, *arguments[5:], *options)
+                function(*arguments[:5], *_chain_links(candidates), *arguments[5:], 1.0, 1.0, deterministic)
             if checked:
                 check_drawn("chain_speculative_sampling_triton", predicts, accept_index, accept_token_num)
             return predicts, accept_index, accept_token_num
@@ -147,7 +146,8 @@ def tree_speculative_sampling_target_only(
 ) -> Outputs:
     """Target-only tree sampling; see :func:`dsv4_npu.ops.tree_speculative_sampling_target_only`.
 
-    ``draft_probs`` is scratch of other implementations: neither read nor written here. Deterministic in any case.
+    ``draft_probs`` is scratch of other implementations: neither read nor written, for the library is given zeros of its
+    own. Deterministic in any case.
 
     Returns:
         The three outputs, which were written in place.
@@ -170,14 +170,21 @@ def tree_speculative_sampling_target_only(
         function = trusted("tree_speculative_sampling_target_only", candidates.device)
         if function is not None:
             if candidates.shape[0]:
-                scratch = torch.zeros_like(target_probs) if draft_probs is None else draft_probs
-                function(*arguments, scratch, *thresholds, deterministic)
+                function(*arguments, torch.zeros_like(target_probs), *thresholds, deterministic)
             if checked:
                 check_drawn("tree_speculative_sampling_target_only", predicts, accept_index, accept_token_num)
             return predicts, accept_index, accept_token_num
     own = _own("tree_speculative_sampling_target_only", backend)
     _tree(*arguments, *thresholds, checked=checked, backend=own)
     return predicts, accept_index, accept_token_num
+
+
+def _chain_links(candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First child and next sibling of each node, [bs, D] int64, where every node has one child."""
+    siblings = torch.full_like(candidates, -1)
+    children = siblings.clone()
+    children[:, :-1] = torch.arange(1, candidates.shape[1], device=candidates.device)
+    return children, siblings
 
 
 def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int, *, backend: str = "auto") -> torch.Tensor:

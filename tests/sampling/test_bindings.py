@@ -220,3 +220,48 @@ def test_arguments_are_checked_before_the_library_sees_them(library: Library) ->
     with pytest.raises(InputError, match="target_predict has dtype"):
         sampling.verify_tree_greedy(**arguments, backend="sgl_kernel_npu")
     assert library.calls == 0
+
+
+def test_the_library_gets_scratch_and_links_of_its_own(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies in the arguments that a call does not read, wrong in shape or shared with an output."""
+    given: list[dict[str, Any]] = []
+
+    def spy(name: str) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(zip(ARGUMENTS[name], args, strict=False)) | kwargs
+            given.append({key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()})
+            shared = arguments["draft_probs"].untyped_storage().data_ptr()
+            assert all(
+                key == "draft_probs" or not isinstance(x, torch.Tensor) or x.untyped_storage().data_ptr() != shared
+                for key, x in arguments.items()
+            )
+            result = getattr(sampling, name)(*args, **kwargs)
+            if name == VERIFY[2]:
+                arguments["draft_probs"].fill_(7)
+            return result
+
+        return function
+
+    batch = random_batch(6, 3, 4, 3, 5)
+    coins = (batch.coins, batch.last_coins, batch.target)
+    for name in VERIFY[1:]:
+        library.provide(name, spy(name))
+        wanted, outputs = batch.outputs(), batch.outputs()
+        unread = (batch.target, torch.full((2, 2), 99.0), None)
+        for extra in unread if name == VERIFY[2] else (batch.draft,):
+            links = (batch.children, batch.siblings) if name == VERIFY[2] else (outputs[1], torch.full((9,), 77))
+            limits = (1.0, 1.0) if name == VERIFY[2] else (0.1, 0.2)
+            before = batch.target.clone()
+            rest = (*links, *coins, extra, *limits)
+            getattr(sampling, name)(*outputs, batch.candidates, batch.rows, *rest, backend="sgl_kernel_npu")
+            getattr(sampling, name)(*wanted, batch.candidates, batch.rows, *rest, backend="cpu")
+            assert all(torch.equal(x, y) for x, y in zip(outputs, wanted, strict=True))
+            assert torch.equal(batch.target, before)
+            last = given[-1]
+            if name == VERIFY[2]:
+                assert last["draft_probs"].shape == batch.target.shape
+                assert not last["draft_probs"].any()
+            else:
+                assert last["retrive_next_token"].tolist() == [[1, 2, 3, -1]] * 3
+                assert last["retrive_next_sibling"].tolist() == [[-1] * 4] * 3
+                assert (last["threshold_single"], last["threshold_acc"]) == (1.0, 1.0)
