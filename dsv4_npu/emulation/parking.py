@@ -21,7 +21,9 @@ class ParkingCounts:
         saved: snapshots that went to the host.
         restored: snapshots that came back; ``positions``: history that was not computed again for it.
         evicted: snapshots that gave way to later ones.
-        refused: retractions without a snapshot: larger than the budget, or rows not proved to be in their rings.
+        refused: retractions without a snapshot: larger than the budget, rows not proved to be in their rings, or no
+            token known behind the last position although a draft stage's row of it depends on one (a session whose
+            turn ended inside an accepted run).
         empty: retractions of requests that had computed nothing yet.
         outdated: snapshots of a session whose history was cut.
         put_off: restores for which the pages were not there yet.
@@ -57,7 +59,7 @@ class Parking:
         if not length:
             self.counts.empty += 1
             return
-        if not request.log.resident(length):
+        if not request.log.resident(length) or length + self.life.rules.lookahead > len(request):
             self.counts.refused += 1
             return
         snapshot = take_snapshot(self.pools, self.life.alloc, request)

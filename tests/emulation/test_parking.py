@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,11 @@ from dsv4_npu.emulation.engine import Engine, RequestRun
 from dsv4_npu.emulation.parking import Parking, ParkingCounts
 from dsv4_npu.emulation.states import StateKeeper
 from dsv4_npu.errors import ConfigError, InputError, OwnershipError
+from dsv4_npu.movement.snapshot import digest_of
 from tests.emulation.harness import Bench, Setting
 from tests.emulation.test_life import finish, random_life, words
 from tests.movement.test_model import poison
+from tests.stages.harness import StageBench, Watched
 
 SETTING = Setting(c128_page=1, width=6, batch=3, new_tokens=24, chunk=128, retract="snapshot")
 
@@ -234,6 +237,103 @@ def test_a_session_that_ends_while_it_waits_drops_its_snapshot(bench: Bench) -> 
     assert engine._give_up_a_session()
     engine.end_session(run)
     settled(engine)
+
+
+@pytest.fixture(scope="module", params=["mtp", "dspark"])
+def staged(request: pytest.FixtureRequest, bench: Bench) -> StageBench:
+    """Draft stages of the model's own: an MTP row is made from the token behind it, a DSpark row is not."""
+    return StageBench(bench, request.param)
+
+
+def idle(staged: StageBench, max_new: int, accept: int) -> tuple[Watched, RequestRun]:
+    """A session between its turns, after rounds that accepted ``accept`` drafts each."""
+    watched = staged.own(replace(SETTING, width=4, prefix_cache=False), lambda request, length: accept)
+    run = watched.engine.submit(words(1, 140), max_new, session=True)
+    watched.engine.run()
+    watched.settle(run)
+    assert run.request.state is State.KEPT
+    return watched, run
+
+
+def another_turn(watched: Watched, run: RequestRun, more: list[int], keep: int | None = None) -> ParkingCounts:
+    """Let a newcomer push the session out, resume it, and compare its outputs and proposals with the oracles'."""
+    engine = watched.engine
+    taken = [engine.alloc.open(f"other {index}") for index in range(engine.options.batch - 1)]
+    other = engine.submit(words(2, 20), 4)
+    while not other.finish:
+        engine.step()
+    assert run.request.state is State.QUEUED
+    for index, row in enumerate(taken):
+        engine.alloc.close(row, f"other {index}")
+    poison(engine)
+    engine.resume(run, more, 8, keep=keep)
+    while not run.finish:
+        engine.step()
+    engine.end_session(run)
+    watched.finish()
+    settled(engine)
+    return counts_of(engine)
+
+
+@pytest.mark.parametrize("ended", ["length", "stop"])
+def test_a_session_that_ended_inside_an_accepted_run_gives_way(staged: StageBench, ended: str) -> None:
+    """Its last position has an MTP row of a draft that is no history: no snapshot, and no way to fail."""
+    outputs = staged.oracle.greedy(words(1, 140), 6).tokens
+    watched = staged.own(replace(SETTING, width=4, prefix_cache=False), lambda request, length: 3)
+    engine = watched.engine
+    if ended == "stop":
+        assert outputs.index(outputs[5]) == 5
+        engine.options = replace(engine.options, stop=(outputs[5],))
+    # One output of the prefill, four of the first round, and the first of the second.
+    run = engine.submit(words(1, 140), 6 if ended == "length" else 20, session=True)
+    engine.run()
+    watched.settle(run)
+    assert (run.finish, len(run.outputs)) == (ended, 6)
+    assert engine.alloc.committed(run.row) == len(run.request) == 146
+    run.request.stop_ids = frozenset()
+    counts = another_turn(watched, run, words(3, 7))
+    refused = int(staged.kind == "mtp")
+    assert (counts.saved, counts.refused, counts.restored) == (1 - refused, refused, 1 - refused)
+
+
+def test_a_session_rewound_to_its_committed_end_gives_way(staged: StageBench) -> None:
+    watched, run = idle(staged, 5, 3)
+    engine = watched.engine
+    committed = engine.alloc.committed(run.row)
+    assert committed == len(run.request) - 1
+    assert engine.life.rewind(run.request, committed) == committed == len(run.request)
+    counts = another_turn(watched, run, words(3, 7))
+    refused = int(staged.kind == "mtp")
+    assert (counts.saved, counts.refused, counts.restored) == (1 - refused, refused, 1 - refused)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_turn_that_exchanges_the_token_behind_a_snapshot(staged: StageBench, same: bool) -> None:
+    """A snapshot ends at the committed end; the token behind it is part of the history of an MTP row alone."""
+    watched, run = idle(staged, 5, 3)
+    tokens = run.request.tokens.tolist()
+    last = tokens[-1] if same else (tokens[-1] + 1) % 320
+    counts = another_turn(watched, run, [last, *words(3, 7)], keep=len(tokens) - 1)
+    outdated = int(staged.kind == "mtp" and not same)
+    assert (counts.saved, counts.restored, counts.outdated) == (1, 1 - outdated, outdated)
+
+
+def test_without_the_look_ahead(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parking that knows of no token behind a snapshot takes what it must refuse, and restores what it must drop."""
+    staged = StageBench(bench, "mtp")
+    watched, run = idle(staged, 6, 3)
+    parking = watched.engine.parking
+    assert parking is not None
+    blind = SimpleNamespace(alloc=parking.life.alloc, rules=replace(parking.life.rules, lookahead=0))
+    monkeypatch.setattr(parking, "life", blind)
+    with pytest.raises(OwnershipError, match="the token behind it is not known"):
+        another_turn(watched, run, words(3, 7))
+
+    watched, run = idle(staged, 5, 3)
+    tokens = run.request.tokens.tolist()
+    monkeypatch.setattr(Parking, "_digest", lambda self, request, length: digest_of(request, length))
+    with pytest.raises(InputError, match="is none of request 0's history"):
+        another_turn(watched, run, [(tokens[-1] + 1) % 320, *words(3, 7)], keep=len(tokens) - 1)
 
 
 #: Snapshots dropped because their request ended, per random life.

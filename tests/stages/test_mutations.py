@@ -70,8 +70,29 @@ def test_one_accepted_row_is_not_injected(stages: StageBench, monkeypatch: Patch
     assert plain(stages)
 
 
-def test_a_rejected_row_is_injected_and_kept(stages: StageBench, monkeypatch: Patch) -> None:
+def test_one_rejected_row_is_taken_for_committed(stages: StageBench, monkeypatch: Patch) -> None:
+    """One row too many is written, and the hidden state kept is that of the rejected position.
+
+    The hidden state alone changes the proposals. A rejected row that is only written, with the right hidden state kept,
+    changes none, since the next round writes it again before it reads it: only the log of the slab shows it, see
+    ``test_rejected_rows_that_are_written_too_are_never_read``.
+    """
     committed(monkeypatch, lambda r, s, a, c, *rest: (r, s, (a + 1).clamp_max(c.shape[1]), c, *rest))
+    assert plain(stages)
+
+
+def test_the_hidden_state_of_a_rejected_row_is_kept(stages: StageBench, monkeypatch: Patch) -> None:
+    """The committed rows are written and no others; what the next round starts from is one position late."""
+    real, keep = StageRounds.committed, StageRounds._keep
+
+    def late(self: StageRounds, *given: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                StageRounds, "_keep", lambda self, r, h, last: keep(self, r, h, (last + 1).clamp_max(h.shape[1] - 1))
+            )
+            real(self, *given)
+
+    monkeypatch.setattr(StageRounds, "committed", late)
     assert plain(stages)
 
 
