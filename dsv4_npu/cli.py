@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
+from contextlib import suppress
 
 from dsv4_npu import __version__
 from dsv4_npu.errors import Dsv4NpuError
@@ -23,12 +25,31 @@ COMMANDS = {
 }
 
 
+#: What a shell says of a program that SIGINT or SIGPIPE ended.
+INTERRUPTED, PIPE_CLOSED = 130, 141
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status (2 for bad input)."""
+    """Entry point; returns the exit status: 2 for bad input, 130 for Ctrl-C, 141 where nobody reads the output."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"dsv4-npu {' '.join(argv[:1])}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered would be written, and fail, when the interpreter ends.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    return status
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="dsv4-npu", description="DeepSeek-V4 KV memory for Ascend NPUs")
     parser.add_argument("--version", action="version", version=f"dsv4-npu {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    argv = sys.argv[1:] if argv is None else argv
     for name, (module, text) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text)
         # A command's module can take seconds to import: only the one that is asked for is.
@@ -37,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
+    except BrokenPipeError:
+        raise
     except (Dsv4NpuError, OSError) as error:
         print(f"dsv4-npu {args.command}: {error}", file=sys.stderr)
         return 2

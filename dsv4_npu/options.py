@@ -183,8 +183,16 @@ def check_outputs(*files: tuple[str, Path | None], read: Mapping[str, Path] | No
         seen[path.resolve()] = option
 
 
+def _nobody_reads() -> None:
+    raise BrokenPipeError
+
+
 def widened(console: Console) -> Console:
-    """The console, wide enough for its numbers where it is a pipe or a file, which have no width."""
+    """The console, wide enough for its numbers where it is a pipe or a file, which have no width.
+
+    It raises BrokenPipeError where nobody reads what it prints; rich itself would end the program with status 1.
+    """
+    console.on_broken_pipe = _nobody_reads  # type: ignore[method-assign]
     if not console.is_terminal:
         console.width = max(console.width, PIPE_WIDTH)
     return console

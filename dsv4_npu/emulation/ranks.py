@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 
     Raises:
         Dsv4NpuError: the first one that a rank raised; the others are ended.
+        KeyboardInterrupt: Ctrl-C, which the ranks do not see; they are ended at once.
         RankError: a rank failed otherwise.
     """
     context = multiprocessing.get_context("spawn")
@@ -42,18 +46,35 @@ def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
             process = context.Process(
                 target=_run, args=(rank, world, str(Path(folder) / "store"), there, work, args), daemon=True
             )
-            process.start()
+            with _without_interrupts():
+                process.start()
             there.close()
             processes.append(process)
             ends.append(here)
         try:
             return _collect(ends)
+        except KeyboardInterrupt:
+            for process in processes:
+                process.kill()
+            raise
         finally:
             for process in processes:
                 process.join(GRACE)
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that start inside never see Ctrl-C, which the terminal sends to all: one of them has to tell of it."""
+    # Starting the tracker unblocks the signal, so it has to be there before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(rank: int, world: int, store: str, end: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
