@@ -4,6 +4,9 @@
     dsv4_npu.ops.move_kv_(slab, tgt, src, backend="ref")        a named implementation: cpu, triton or ref
     torch.ops.dsv4_npu.move_kv_(slab, tgt, src)                 the bare op, as torch.compile sees it
 
+C++ and Triton write tensors behind autograd's back: their ``_version`` stays as it was, so autograd cannot notice that
+a tensor it saved has changed.
+
 Importing this package needs neither Triton nor the compiled extension; see :mod:`dsv4_npu.ops.availability`.
 """
 

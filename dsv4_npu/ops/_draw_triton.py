@@ -83,7 +83,8 @@ def meeting_place(batch: int, blocks: int, device: torch.device) -> tuple[torch.
     """Where the programs of a row leave the masses of its ``blocks``, and a zero per request to count them with.
 
     The last program of a row leaves its counter at zero again. Calls on one stream follow each other and use the same
-    memory; each call in a captured graph gets its own, for the graph may be replayed on any stream.
+    memory; each call in a captured graph gets its own, for the graph may be replayed on any stream. The registry
+    lets one thread launch at a time, so no two find the same place missing.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         words = batch * SPREAD.value

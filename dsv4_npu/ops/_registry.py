@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ NAMESPACE = "dsv4_npu"
 EXTENSION = Path(__file__).parent.parent / "_C.so"
 BACKENDS = ("auto", "cpu", "triton", "ref")
 
+# Launchers keep scratch memory and compiled kernels from call to call: threads fill these stores one after another.
+_launching = threading.RLock()
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -88,13 +92,19 @@ class Op:
         run: Callable[..., Any] = module.run
         return run
 
+    def on_device(self, *args: Any) -> Any:
+        """Launch the Triton kernel on the device of the tensors, be it the current one or not."""
+        run = self.triton()
+        with _launching, _as_current(_first_tensor(args).device):
+            return run(*args)
+
     def checked(self, check: Callable[..., None], backend: str, *args: Any, also: tuple[Any, ...] = ()) -> Any:
         """Run ``check(*args, *also)``, then the op on ``args``; a call that comes again is not checked again.
 
         Tensors on a GPU or NPU go to the Triton kernel without a detour through the dispatcher, which costs the host
         more than a launch: unless a mode, a trace, a transform or a profiler is to see the operator.
         """
-        facts = facts_of((*args, *also)) if undisturbed() else None
+        facts = facts_of((*args, *also)) if undisturbed() and not torch._C._get_tracing_state() else None
         if facts is None or backend != "auto":
             if facts is None or not self.calls.known(facts):
                 check(*args, *also)
@@ -109,8 +119,8 @@ class Op:
         if not _has_kernels(args):
             return self.overload(*args)
         if not self.repeats:
-            return self.triton()(*args)
-        self.calls.remember(facts, recorded(self.triton(), args))
+            return self.on_device(*args)
+        self.calls.remember(facts, recorded(self.on_device, args))
         return None
 
     def _check(self, check: Callable[..., None], args: tuple[Any, ...], also: tuple[Any, ...]) -> None:
@@ -133,7 +143,7 @@ class Op:
         if backend == "ref":
             return self.ref(*args)
         if backend == "triton":
-            return self.triton()(*args)
+            return self.on_device(*args)
         if backend == "cpu":
             if not self.has_cpp:
                 raise UnavailableError(f"{self.name}: backend 'cpu' is the C++ implementation, but {extension_problem}")
@@ -148,8 +158,24 @@ _ref_on_cpu: set[str] = set()
 
 def _has_kernels(args: tuple[Any, ...]) -> bool:
     """Whether the first tensor lies on a device whose dispatch key holds the Triton kernels."""
-    first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    first = _first_tensor(args)
     return first.is_cuda or first.device.type == torch._C._get_privateuse1_backend_name()
+
+
+def _first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
+    return next(arg for arg in args if isinstance(arg, torch.Tensor))
+
+
+def _as_current(device: torch.device) -> AbstractContextManager[Any]:
+    """An NPU as the current device, where Triton launches; for a CUDA GPU the launcher itself sees to that."""
+    name = torch._C._get_privateuse1_backend_name()
+    if device.type != name or device.index is None:
+        return nullcontext()
+    backend = getattr(torch, name)
+    if backend.current_device() == device.index:
+        return nullcontext()
+    guard: AbstractContextManager[Any] = backend.device(device.index)
+    return guard
 
 
 def register(name: str, schema: str, *, ref: Callable[..., Any], meta: Callable[..., Any], repeats: bool = False) -> Op:
@@ -166,12 +192,8 @@ def register(name: str, schema: str, *, ref: Callable[..., Any], meta: Callable[
         _ref_on_cpu.add(name)
         _library.impl(name, ref, "CPU")
     torch.library.register_fake(op.qualified_name, meta, lib=_library)
-
-    def on_device(*args: Any) -> Any:
-        return op.triton()(*args)
-
     for key in ("PrivateUse1", "CUDA"):
-        _library.impl(name, on_device, key)
+        _library.impl(name, op.on_device, key)
     ops[name] = op
     return op
 

@@ -147,11 +147,11 @@ CASES: dict[str, tuple[str, Callable[[torch.Generator], Call]]] = {
 }
 
 
-def run(op: str, call: Call) -> list[torch.Tensor]:
+def run(op: str, call: Call, backend: str = "auto") -> list[torch.Tensor]:
     """The written arguments and the results, as bytes; the call's own tensors stay as they are."""
     given, written = call
     arguments = [x.clone() if i in written else x for i, x in enumerate(given)]
-    result = getattr(ops, op)(*arguments)
+    result = getattr(ops, op)(*arguments, backend=backend)
     results = (result,) if isinstance(result, torch.Tensor) else result or ()
     return [x.view(torch.uint8) for x in (*(arguments[i] for i in written), *results)]
 
