@@ -6,7 +6,7 @@ stand in ``configs/platforms/*.json``. Rings, pads, widths and layer counts are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -43,11 +43,21 @@ def _load(path: Path) -> dict[str, Any]:
     return data
 
 
-def _named(kind: str, name: str) -> Path:
+def configuration_file(source: str | Path) -> Path | None:
+    """The file that ``source`` means: itself, or ``config.json`` in the folder of a checkpoint; None for a name."""
+    path = Path(source)
+    if path.suffix == ".json" or path.is_file():
+        return path
+    inside = path / "config.json"
+    known = path.name == str(source) and (configs_dir() / "models" / f"{source}.json").is_file()
+    return inside if not known and inside.is_file() else None
+
+
+def _named(kind: str, name: str, also: Iterable[str] = ()) -> Path:
     folder = configs_dir() / kind
     path = folder / f"{name}.json"
     if not path.is_file():
-        known = sorted(p.stem for p in folder.glob("*.json"))
+        known = sorted([*(p.stem for p in folder.glob("*.json")), *also])
         raise ConfigError(f"{kind[:-1]} {name!r} is not known: give one of {known}, or the path of a JSON file")
     return path
 
@@ -171,12 +181,16 @@ class ModelSpec:
         )
 
     @classmethod
-    def load(cls, source: str | Path) -> ModelSpec:
-        """A model by name (``v4_flash``, ``tiny``, ...) or by the path of a ``config.json``."""
-        path = Path(source)
-        if path.suffix == ".json" or path.is_file():
-            return cls.from_dict(_load(path), name=path.stem.split(".")[0])
-        return cls.from_dict(_load(_named("models", str(source))), name=str(source))
+    def load(cls, source: str | Path, also: Iterable[str] = ()) -> ModelSpec:
+        """A model by name (``v4_flash``, ``tiny``, ...) or by the path of a ``config.json`` or of its folder.
+
+        ``also``: names that the caller knows besides, for the message about one that is not known.
+        """
+        path = configuration_file(source)
+        if path is None:
+            return cls.from_dict(_load(_named("models", str(source), also)), name=str(source))
+        name = path.stem.split(".")[0] if path == Path(source) else path.resolve().parent.name
+        return cls.from_dict(_load(path), name=name)
 
     @property
     def nope_dim(self) -> int:
@@ -328,8 +342,7 @@ class CacheConfig:
             raise ConfigError(f"c128_page_size = {ps}; a power of two is needed (the extend kernel shifts by it)")
         if self.platform.npu and ps % 16 and not self.emulated_kernels:
             raise ConfigError(
-                f"c128_page_size = {ps} on {self.platform.name}; a multiple of 16 is needed by the NPU kernels "
-                "(emulated_kernels lifts this on a CPU)"
+                f"c128_page_size = {ps} on {self.platform.name}; a multiple of 16 is needed by the NPU kernels"
             )
         if self.online_c128:
             raise ConfigError(

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsv4_npu import addressing
 from dsv4_npu.config import ModelSpec, configs_dir
 from dsv4_npu.errors import ConfigError, InputError
 from dsv4_npu.reading import LARGEST
@@ -26,6 +27,9 @@ MOST_TOKENS = 2**31 * 128
 MOST_ROWS = 2**16
 #: 16 TiB: more than any one device has.
 MOST_GIB = 2**14
+
+#: Models of ``run`` that are no DeepSeek-V4.
+PLAIN_MODELS = ("tiny-llama", "tiny-mla")
 
 #: Fields that the library's messages name, and the options of the commands that set them.
 OPTIONS: Mapping[str, str] = {
@@ -79,6 +83,25 @@ def whole(low: int, high: int = LARGEST) -> Callable[[str], int]:
 
 
 positive = whole(1)
+
+
+def seed(text: str) -> int:
+    """An argparse type: a seed."""
+    allowed = f"an integer from 0 to {LARGEST:,}"
+    try:
+        value = int(text)
+    except ValueError:
+        raise _refuse(text, allowed) from None
+    if not 0 <= value <= LARGEST:
+        raise _refuse(text, allowed)
+    return value
+
+
+def file_name(text: str) -> Path:
+    """An argparse type: the path of a file. Path itself takes the empty text for the folder that one is in."""
+    if not text.strip():
+        raise _refuse(text, "the name of a file")
+    return Path(text)
 
 
 def integer(text: str) -> int:
@@ -141,6 +164,11 @@ def model_for(source: str, spec: str, used: str) -> tuple[ModelSpec, list[str]]:
 
     ``used`` says what for ("planned for"). Raises ConfigError for DSpark without a DSpark checkpoint.
     """
+    if source in PLAIN_MODELS:
+        raise ConfigError(
+            f"--model {source}: a model with plain attention, which `dsv4-npu run` alone takes; this command is for "
+            "DeepSeek-V4: v4_flash, v4_pro, or the path of a config.json"
+        )
     model = ModelSpec.load(source)
     if spec != "dspark" or model.dspark_block_size is not None:
         return model, []
@@ -161,7 +189,12 @@ def stages(model: ModelSpec) -> str:
 
 
 def drafts_for(spec: str, draft_tokens: int | None, model: ModelSpec | None = None) -> int:
-    """Drafts per verify: as given, else DSpark's block size of the model, else the default."""
+    """Drafts per verify: as given, else DSpark's block size of the model, else the default.
+
+    Raises ConfigError for speculation without a draft.
+    """
+    if draft_tokens == 0 and spec != "none":
+        raise ConfigError("--draft-tokens 0: at least 1 is needed with speculation; --spec none is decoding without it")
     if draft_tokens is not None:
         return draft_tokens
     block = model.dspark_block_size if model is not None and spec == "dspark" else None
@@ -181,6 +214,35 @@ def check_outputs(*files: tuple[str, Path | None], read: Mapping[str, Path] | No
         if path.resolve() in seen:
             raise InputError(f"{option} {path}: {seen[path.resolve()]} names the same file; two files are needed")
         seen[path.resolve()] = option
+        if not path.exists() and not path.is_symlink():
+            # The only way to know; what an interrupted command leaves behind is no empty file.
+            with writing(option, path):
+                path.touch()
+                path.unlink()
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """A file that cannot be written inside is an InputError that names the option and says why."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{option} {path}: it cannot be written: {error.strerror or error}") from error
+
+
+def check_tokens(tokens: int | None, page: int, longest: int, new: int, reserve: int) -> None:
+    """Refuse ``--tokens`` that do not hold the longest prompt of ``longest`` tokens and what follows it.
+
+    ``new`` tokens follow it, and ``reserve`` more are kept allocated; a page that ``tokens`` do not fill is not there.
+    """
+    if tokens is None:
+        return
+    need, have = addressing.pages_for(longest + new + reserve, page), tokens // page
+    if have < need:
+        raise ConfigError(
+            f"--tokens {tokens}: the longest of --prompts ({longest} tokens), --max-new-tokens {new} and {reserve} "
+            f"tokens kept for drafts need {need} FULL pages: {have} exist; at least --tokens {need * page} is needed"
+        )
 
 
 def _nobody_reads() -> None:

@@ -32,19 +32,25 @@ from dsv4_npu.emulation.trees.command import add_tree_arguments, plain_model, re
 from dsv4_npu.errors import ConfigError
 from dsv4_npu.options import (
     OPTIONS,
+    PLAIN_MODELS,
     check_outputs,
+    check_tokens,
     drafts_for,
+    file_name,
     finite,
     integer,
     options_named,
     positive,
+    seed,
     share_above_zero,
     whole,
     widened,
+    writing,
 )
 
 #: More requests at once than a float64 emulation on a CPU can be meant for.
 MAX_BATCH = 1024
+HOST_MIB = 1024
 PROMPTS = Path(__file__).with_name("prompts.txt")
 #: Fields that messages name, and the options that set them; the context is the longest prompt and what follows it.
 _OPTIONS = {
@@ -75,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="own: the model's draft stages, with memory of their own (default: early-exit, own for mtp, eagle for "
         "tiny-llama)",
     )
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="text file, one prompt per paragraph")
+    parser.add_argument("--prompts", type=file_name, default=PROMPTS, help="text file, one prompt per paragraph")
     parser.add_argument("--batch", type=whole(1, MAX_BATCH), default=4, help="requests that run at once")
     parser.add_argument("--max-new-tokens", type=positive, default=32)
     parser.add_argument("--accept", choices=("greedy", "rejection", "target-only", "simulated"), default="greedy")
@@ -110,13 +116,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how a request that gave its pages back gets its history: computed again, or from host memory",
     )
     parser.add_argument(
-        "--host-mib", type=positive, default=1024, help="host memory for snapshots; the oldest one gives way"
+        "--host-mib",
+        type=positive,
+        help=f"host memory for snapshots (default: {HOST_MIB}); the oldest one gives way",
     )
     parser.add_argument("--overlap", action="store_true", help="launch a round before the one before it is learned")
-    parser.add_argument("--seed", type=integer, default=0, help="of the model's weights and of the coins")
+    parser.add_argument("--seed", type=seed, default=0, help="of the model's weights and of the coins")
     add_tree_arguments(parser)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write every number to this file")
-    parser.add_argument("--report", type=Path, metavar="OUT.html", help="write a picture of the run's memory (HTML)")
+    parser.add_argument("--json", type=file_name, metavar="OUT", help="write every number to this file")
+    parser.add_argument(
+        "--report", type=file_name, metavar="OUT.html", help="write a picture of the run's memory (HTML)"
+    )
 
 
 def deployment(args: argparse.Namespace, model: ModelSpec, platform: str, spec: str, longest: int) -> CacheConfig:
@@ -162,8 +172,13 @@ def run(args: argparse.Namespace) -> int:
     console = widened(Console())
     if args.temperature < 0:
         raise ConfigError(f"--temperature {args.temperature}; 0 or more is needed")
-    if not 0 <= args.seed < 2**63:
-        raise ConfigError(f"--seed {args.seed}; 0 to 2**63 - 1 is needed")
+    if args.host_mib is not None and args.retract != "snapshot":
+        raise ConfigError(f"--host-mib {args.host_mib} with --retract {args.retract}; it goes with --retract snapshot")
+    for name in ("platform", "spec"):
+        if getattr(args, name):
+            setattr(args, name, list(dict.fromkeys(getattr(args, name))))
+    if args.drafter is not None and args.spec == ["none"]:
+        raise ConfigError(f"--drafter {args.drafter} with --spec none: nothing is drafted; leave it out")
     plain = plain_model(args.model)
     if plain is not None:
         return run_plain(args, plain, console)
@@ -194,10 +209,10 @@ def run(args: argparse.Namespace) -> int:
     if args.device == emulated.NAME:
         emulated.activate()
     torch.set_num_threads(1)
-    spec_model = ModelSpec.load(args.model)
+    spec_model = ModelSpec.load(args.model, PLAIN_MODELS)
     if spec_model.vocab_size < tokenizer.BYTES:
         raise ConfigError(f"model {spec_model.name}: vocab_size = {spec_model.vocab_size}; bytes need 256 token ids")
-    texts = tokenizer.read_prompts(args.prompts)
+    texts = tokenizer.read_prompts(args.prompts, "--prompts")
     prompts = [tokenizer.encode(text) for text in texts]
     longest = max(map(len, prompts))
     combinations = list(itertools.product(args.platform or ["a3"], args.spec or ["chain"]))
@@ -206,6 +221,8 @@ def run(args: argparse.Namespace) -> int:
         configs = [deployment(args, spec_model, platform, spec, longest) for platform, spec in combinations]
         for config in configs:
             pool_sizes(config, args.swa_ratio, args.tokens)
+    for config in sorted(configs, key=lambda one: -one.width):
+        check_tokens(args.tokens, config.page, longest, args.max_new_tokens, config.reserve)
     check_outputs(("--json", args.json), ("--report", args.report), read={"--prompts": args.prompts})
     work = (args, spec_model, list(zip(configs, combinations, strict=True)), prompts)
     if args.tp > 1:
@@ -215,7 +232,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         results = [result for result, _ in _run_all(console, None, *work)]
     if args.json:
-        args.json.write_text(json.dumps({"runs": [r.to_json() for r in results]}, indent=1) + "\n", encoding="utf-8")
+        with writing("--json", args.json):
+            args.json.write_text(
+                json.dumps({"runs": [r.to_json() for r in results]}, indent=1) + "\n", encoding="utf-8"
+            )
         console.print(f"numbers written to {args.json}")
     print_summary(console, results)
     return 0 if all(r.ok for r in results) else 1
@@ -277,7 +297,7 @@ def _run_one(
         device=args.device,
         overlap=args.overlap,
         retract=args.retract,
-        host_bytes=args.host_mib << 20,
+        host_bytes=(args.host_mib or HOST_MIB) << 20,
     )
     plain = None
     if args.rows == "native":
@@ -326,5 +346,7 @@ def _run_one(
         result = summarise(engine, requests, oracle, label, bool(args.temperature), seconds, plain, drafts)
         if args.report and (seat is None or seat.rank == 0):
             several = len(args.platform or [0]) * len(args.spec or [0]) > 1
-            picture.write(result, report_path(args.report, config.platform.name, name, several))
+            report = report_path(args.report, config.platform.name, name, several)
+            with writing("--report", report):
+                picture.write(result, report)
         return result

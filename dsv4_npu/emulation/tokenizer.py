@@ -22,8 +22,8 @@ def decode(tokens: list[int]) -> str:
     return "".join(chr(t) if 32 <= t < 127 else f"<{t}>" for t in tokens)
 
 
-def read_prompts(path: str | Path) -> list[str]:
-    """Prompts of a text file: one per paragraph (separated by blank lines).
+def read_prompts(path: str | Path, name: str = "prompts file") -> list[str]:
+    """Prompts of a text file: one per paragraph (separated by blank lines). Errors begin with ``name``.
 
     Raises:
         InputError: the file cannot be read or holds no text.
@@ -31,8 +31,9 @@ def read_prompts(path: str | Path) -> list[str]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"prompts file {path}: {error}; a readable UTF-8 text file is needed") from error
+        why = error.strerror if isinstance(error, OSError) else f"{error.reason} at byte {error.start}"
+        raise InputError(f"{name} {path}: {why}; a readable UTF-8 text file is needed") from error
     prompts = [part.strip() for part in text.split("\n\n") if part.strip()]
     if not prompts:
-        raise InputError(f"prompts file {path} holds no text; paragraphs separated by blank lines are needed")
+        raise InputError(f"{name} {path} holds no text; paragraphs separated by blank lines are needed")
     return prompts

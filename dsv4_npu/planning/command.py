@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dsv4_npu.options import check_outputs, widened
+from dsv4_npu.options import check_outputs, file_name, widened, writing
 from dsv4_npu.planning.options import add_deployment, answer, other_arguments
 from dsv4_npu.planning.show import as_json, show, show_both
 
-_STDOUT = "-"
+_STDOUT = Path("-")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a second deployment: these options changed ('platform=a5,spec=none')",
     )
     parser.add_argument(
-        "--json", nargs="?", const=_STDOUT, metavar="OUT", help="print every number as JSON, or write it to this file"
+        "--json",
+        nargs="?",
+        type=file_name,
+        const=_STDOUT,
+        metavar="OUT",
+        help="print every number as JSON, or write it to this file",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print; bad input is raised, so the exit status is 0."""
     if args.json not in (None, _STDOUT):
-        check_outputs(("--json", Path(args.json)))
+        check_outputs(("--json", args.json))
     answers = [answer(args)]
     if args.compare is not None:
         answers.append(answer(other_arguments(args, args.compare), f"--compare {args.compare!r}: "))
@@ -41,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         if args.json == _STDOUT:
             print(text)
             return 0
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
+        with writing("--json", args.json):
+            args.json.write_text(text + "\n", encoding="utf-8")
     console = widened(Console(highlight=False))
     if len(answers) == 1:
         show(console, answers[0])

@@ -119,11 +119,15 @@ def other_arguments(args: argparse.Namespace, text: str) -> argparse.Namespace:
     add_deployment(parser)
     other = copy.copy(args)
     words: list[str] = []
+    seen: set[str] = set()
     for pair in text.split(","):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not name or not equals or not value:
             raise InputError(f"--compare {text!r}: {pair!r} is not option=value, as in 'platform=a5,spec=chain'")
         name = name.removeprefix("--").replace("_", "-")
+        if name in seen:
+            raise InputError(f"--compare {text!r}: {name} is given twice; a comparison is of two deployments")
+        seen.add(name)
         words.append(f"--{name}={value}")
         replaced = _INSTEAD.get(name.replace("-", "_"))
         if replaced is not None:

@@ -6,8 +6,8 @@ import argparse
 import json
 import math
 import shlex
-from pathlib import Path
 
+from dsv4_npu.config import configuration_file
 from dsv4_npu.errors import InputError
 from dsv4_npu.planning.options import Answer, add_deployment, answer
 from dsv4_npu.planning.show import headline, label
@@ -20,14 +20,27 @@ NPU_PAGE = 128
 _UNKNOWN_PATH = "MODEL_PATH"
 
 
+def path_or_id(text: str) -> str:
+    """An argparse type: where SGLang finds a model."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r}: the folder of a checkpoint is needed")
+    return text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``serve-args``: those of ``plan``, and where the checkpoint lies."""
     add_deployment(parser)
     parser.add_argument(
-        "--model-path", metavar="PATH", help="the checkpoint that SGLang loads, if not --model's folder"
+        "--model-path",
+        type=path_or_id,
+        metavar="PATH",
+        help="the checkpoint that SGLang loads, if not --model's folder",
     )
     parser.add_argument(
-        "--draft-model-path", metavar="PATH", help="a draft model beside it, where it is not part of it"
+        "--draft-model-path",
+        type=path_or_id,
+        metavar="PATH",
+        help="a draft model beside it, where it is not part of it",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the environment and the words of the command as JSON"
@@ -43,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     found = answer(args)
     path, notes = _model_path(args)
     words = ["python", "-m", "sglang.launch_server", *options(found, path, args.draft_model_path)]
-    notes = [*notes, *found.notes]
+    notes = [*notes, *found.notes, *_block_note(found)]
     if args.json:
         print(json.dumps({"environment": {"SGLANG_PLATFORM": PLATFORM}, "command": words, "notes": notes}, indent=1))
         return 0
@@ -100,12 +113,26 @@ def ratio_text(full: int, swa: int) -> str:
         value = math.ceil(swa / full * scale) / scale
         if int(full * value) == swa:
             return f"{value:.{digits}f}"
-    return repr(swa / full)
+    value = swa / full
+    while int(full * value) < swa:
+        # The product was rounded down: the next larger number.
+        value = math.nextafter(value, math.inf)
+    return repr(value)
+
+
+def _block_note(found: Answer) -> list[str]:
+    """What to know where the checkpoint was trained for blocks of another size."""
+    config = found.plan.deployment.config
+    trained, drafts = config.model.dspark_block_size, config.speculation.draft_tokens
+    if config.speculation.kind != "dspark" or trained in (None, drafts):
+        return []
+    return [f"--draft-tokens {drafts}: the checkpoint was trained for blocks of dspark_block_size = {trained}"]
 
 
 def _model_path(args: argparse.Namespace) -> tuple[str, list[str]]:
     if args.model_path is not None:
         return str(args.model_path), []
-    if Path(args.model).suffix == ".json":
-        return str(Path(args.model).resolve().parent), []
+    file = configuration_file(args.model)
+    if file is not None:
+        return str(file.resolve().parent), []
     return _UNKNOWN_PATH, [f"replace {_UNKNOWN_PATH} by the folder of the checkpoint, or give --model-path"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,18 @@ from dsv4_npu.options import (
     above_zero,
     check_outputs,
     drafts_for,
+    file_name,
     gib_above_zero,
     integer,
     model_for,
     options_named,
     positive,
+    seed,
     share,
     share_above_zero,
     whole,
     widened,
+    writing,
 )
 from dsv4_npu.replay.acceptance import SimulatedAcceptance
 from dsv4_npu.replay.intake import Policy
@@ -83,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-ms", type=above_zero, help="time of a step: requests then arrive by their timestamps")
     add("--audit", default="end", choices=("every", "end"), help="audit after every round, or at the end")
     add("--ledger", default="auto", choices=("auto", "cpp", "python"), help="implementation of the ledger")
-    add("--seed", type=whole(0, 2**53), default=0, help="of the simulated acceptance")
-    add("--json", type=Path, metavar="OUT", help="write every number to this file")
-    add("--report", type=Path, metavar="OUT.html", help="write the picture to this file")
+    add("--seed", type=seed, default=0, help="of the simulated acceptance")
+    add("--json", type=file_name, metavar="OUT", help="write every number to this file")
+    add("--report", type=file_name, metavar="OUT.html", help="write the picture to this file")
     add("--quiet", action="store_true", help="no progress bar")
 
 
@@ -143,10 +147,12 @@ def run(args: argparse.Namespace) -> int:
         outcome = replay(trace, what, args.audit, lambda over: bar.update(task, completed=over))
     report = as_report(args.trace.name, what, outcome)
     if args.json is not None:
-        _write_json(args.json, as_json(args.trace.name, what, outcome))
+        with writing("--json", args.json):
+            _write_json(args.json, as_json(args.trace.name, what, outcome))
     if args.report is not None:
-        write_report(report, args.report)
-    _show(console, report, outcome)
+        with writing("--report", args.report):
+            write_report(report, args.report)
+    _show(console, report, outcome, args)
     return 0 if outcome.clean and outcome.counters.served else 1
 
 
@@ -154,7 +160,17 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def _show(console: Console, report: dict[str, Any], outcome: Outcome) -> None:
+def _refusal(reason: str, args: argparse.Namespace) -> str:
+    """A refusal that names the option behind the number that was too small."""
+    if args.hbm_gib is not None:
+        size = f"--hbm-gib {float(args.hbm_gib):g}"
+    else:
+        size = f"--tokens {args.tokens or DEFAULT_TOKENS}"
+    told = re.sub(r"row_width = (\d+)", rf"--context {args.context} gives rows of \1", reason)
+    return re.sub(r"(?<= pages: )(\d+) exist", rf"{size} gives \1", told)
+
+
+def _show(console: Console, report: dict[str, Any], outcome: Outcome, args: argparse.Namespace) -> None:
     console.print(f"[bold]{report['title']}[/bold]  {report['subtitle']}", soft_wrap=True)
     for note in report["notes"]:
         console.print(note, soft_wrap=True)
@@ -166,7 +182,7 @@ def _show(console: Console, report: dict[str, Any], outcome: Outcome) -> None:
             table.add_row("" if index else f"[bold]{title}[/bold]", label, value, unit)
     console.print(table)
     for reason, count in outcome.reasons():
-        console.print(f"refused {count}: {reason}", soft_wrap=True)
+        console.print(f"refused {count}: {_refusal(reason, args)}", soft_wrap=True)
     for problem in outcome.problems:
         console.print(f"[red]{problem}[/red]", soft_wrap=True)
     console.print(f"verdict: {report['verdict']['text']}")

@@ -31,11 +31,13 @@ from dsv4_npu.options import (
     MOST_TOKENS,
     check_outputs,
     drafts_for,
+    file_name,
     model_for,
     options_named,
     share_above_zero,
     whole,
     widened,
+    writing,
 )
 from dsv4_npu.selftest.checks import (
     FAILED,
@@ -89,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--json",
-        type=Path,
+        type=file_name,
         metavar="OUT",
         default=Path("dsv4-npu-selftest.json"),
         help="the file to send back (default: dsv4-npu-selftest.json)",
@@ -122,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     torch.manual_seed(0)
     with console.status("selftest") as status:
         report = examine(target, pools, args, tell=status.update)
-    args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    with writing("--json", args.json):
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     _show(console, report)
     console.print(f"every number is in {args.json}: please send it back", soft_wrap=True)
     return 0 if report["verdict"]["failed"] == 0 else 1
@@ -136,6 +139,8 @@ def find_target(name: str) -> Target:
     if name == "cpu":
         return Target(torch.device("cpu"))
     if emulated.is_active() or importlib.util.find_spec("torch_npu") is None:
+        if name not in ("npu", "npu:0"):
+            raise InputError(f"--device {name}: there is one emulated npu; npu or npu:0 is needed")
         emulated.activate()
         return Target(torch.device("npu", 0), emulated=True)
     try:

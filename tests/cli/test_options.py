@@ -123,7 +123,7 @@ def test_run_and_replay_name_the_option(
         (("replay", "t", "--hbm-gib", "900000"), "--hbm-gib: '900000': a number of GiB, 0 to 16,384, is needed"),
         (("replay", "t", "--model", "tiny", "--context", "8000", "--hbm-gib", "9000"), "--hbm-gib 9000: "),
         (("replay", "t", "--max-running", "100000000"), "--max-running: '100000000': an integer from 1 to 65,536"),
-        (("replay", "t", "--seed", "-1"), "--seed: '-1': an integer of at least 0 is needed"),
+        (("replay", "t", "--seed", "-1"), "--seed: '-1': an integer from 0 to 9,007,199,254,740,992 is needed"),
     ],
 )
 def test_values_without_sense_are_refused(

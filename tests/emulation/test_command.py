@@ -131,7 +131,7 @@ def test_rows_of_draft_stages_leave_and_come_back_too(tmp_path: Path, monkeypatc
         (["--c128-page-size", "3"], "--c128-page-size = 3; a power of two"),
         (["--page-size", "100"], "--page-size = 100"),
         (["--temperature", "0.5"], "--temperature 0.5 with greedy"),
-        (["--tokens", "128"], "needs"),
+        (["--tokens", "128"], "at least --tokens 768 is needed"),
         (["--rows", "native", "--model", "tiny-llama"], "--rows native"),
         (["--rows", "native", "--accept", "rejection", "--temperature", "1"], "--rows native"),
         (["--temperature", "-1"], "--temperature -1"),

@@ -6,13 +6,12 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from dsv4_npu import addressing
+from dsv4_npu.config import configuration_file, require_integer
 from dsv4_npu.emulation import tokenizer
 from dsv4_npu.emulation.agreement import RankOutcome, Seat, check_ranks, run_on_ranks
 from dsv4_npu.emulation.oracle import Oracle
@@ -24,7 +23,7 @@ from dsv4_npu.emulation.trees.model import BUILT_IN, TINY_NAME, build_target, is
 from dsv4_npu.emulation.trees.options import TreeOptions
 from dsv4_npu.emulation.trees.result import summarise_trees
 from dsv4_npu.errors import ConfigError
-from dsv4_npu.options import OPTIONS, check_outputs, integer, options_named, whole
+from dsv4_npu.options import OPTIONS, check_outputs, check_tokens, integer, options_named, whole, writing
 from dsv4_npu.spec.trees import TreeSpec, most_nodes
 
 #: Values of ``--spec`` that a plain model takes.
@@ -52,8 +51,7 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulated-tokens",
         choices=("fixed", "drafts"),
-        default="fixed",
-        help="what --accept simulated outputs: one token, or (chains only) the drafts",
+        help="what --accept simulated outputs: one token (default), or (chains only) the drafts",
     )
     parser.add_argument(
         "--tp", type=whole(1), default=1, metavar="N", help="N processes with a replica each; rank 0 decides for all"
@@ -64,8 +62,8 @@ def plain_model(source: str) -> Mapping[str, Any] | None:
     """The configuration of a model with plain attention: built in, or a ``config.json``; None for any other."""
     if source in BUILT_IN:
         return BUILT_IN[source]
-    path = Path(source)
-    if path.suffix != ".json" or not path.is_file():
+    path = configuration_file(source)
+    if path is None:
         return None
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -77,6 +75,7 @@ def plain_model(source: str) -> Mapping[str, Any] | None:
 
 def refuse_trees(args: argparse.Namespace) -> None:
     """Raise ConfigError for options of trees with a DeepSeek-V4 model."""
+    _check_ranges(args)
     if "tree" in (args.spec or []) or (args.topk or 1) > 1:
         asked = "--spec tree" if "tree" in (args.spec or []) else f"--topk {args.topk}"
         raise ConfigError(
@@ -88,6 +87,7 @@ def refuse_trees(args: argparse.Namespace) -> None:
         "--topk": args.topk,
         "--steps": args.steps,
         "--simulated-length": args.simulated_length,
+        "--simulated-tokens": args.simulated_tokens,
         "--drafter eagle": args.drafter == "eagle" or None,
         "--accept target-only": args.accept == "target-only" or None,
         "--accept simulated": args.accept == "simulated" or None,
@@ -127,8 +127,19 @@ def _refuse_dsv4(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--drafter scripted follows the greedy oracle; it goes with --temperature 0 and without --accept simulated"
         )
-    if args.simulated_length is not None and args.accept != "simulated":
-        raise ConfigError(f"--simulated-length {args.simulated_length} with --accept {args.accept}; use simulated")
+    for name, value in (("length", args.simulated_length), ("tokens", args.simulated_tokens)):
+        if value is not None and args.accept != "simulated":
+            raise ConfigError(f"--simulated-{name} {value} with --accept {args.accept}; use simulated")
+    if args.spec == ["none"]:
+        for name, value in (("topk", args.topk), ("steps", args.steps), ("draft-tokens", args.draft_tokens)):
+            if value is not None:
+                raise ConfigError(f"--{name} {value} with --spec none; leave it out, or choose chain or tree")
+
+
+def _check_ranges(args: argparse.Namespace) -> None:
+    for name, value, most in (("--topk", args.topk, MOST_BRANCHES), ("--steps", args.steps, MOST_STEPS)):
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"{name} {value}; 1 to {most} is needed")
 
 
 def tree_spec(args: argparse.Namespace, kind: str) -> TreeSpec:
@@ -138,9 +149,6 @@ def tree_spec(args: argparse.Namespace, kind: str) -> TreeSpec:
         ConfigError: numbers out of range, or that do not go with ``kind``.
     """
     drafts = args.draft_tokens
-    for name, value, most in (("--topk", args.topk, MOST_BRANCHES), ("--steps", args.steps, MOST_STEPS)):
-        if value is not None and not 1 <= value <= most:
-            raise ConfigError(f"{name} {value}; 1 to {most} is needed")
     if kind == "none":
         return TreeSpec(1, 0, 1)
     if drafts is not None and drafts < 1:
@@ -149,6 +157,11 @@ def tree_spec(args: argparse.Namespace, kind: str) -> TreeSpec:
         if args.topk not in (None, 1):
             raise ConfigError(f"--topk {args.topk} with --spec chain; 1, or --spec tree, is needed")
         steps = next((one for one in (args.steps, drafts) if one is not None), DEFAULT_STEPS)
+        if drafts is not None and drafts > steps:
+            raise ConfigError(
+                f"--draft-tokens {drafts} with --spec chain and --steps {steps}: a chain has one draft per step; at "
+                f"most {steps} is needed, or more --steps"
+            )
         return TreeSpec(1, steps, (steps if drafts is None else drafts) + 1)
     topk = DEFAULT_TOPK if args.topk is None else args.topk
     steps = DEFAULT_STEPS if args.steps is None else args.steps
@@ -159,6 +172,7 @@ def tree_spec(args: argparse.Namespace, kind: str) -> TreeSpec:
 
 def run_plain(args: argparse.Namespace, raw: Mapping[str, Any], console: Console) -> int:
     """Run every ``--spec``; exit status 0 only if all are identical and clean."""
+    _check_ranges(args)
     _refuse_dsv4(args)
     check_ranks(args.tp, args.device)
     kinds = args.spec or ["tree"]
@@ -166,9 +180,16 @@ def run_plain(args: argparse.Namespace, raw: Mapping[str, Any], console: Console
         for kind in kinds:
             spec = tree_spec(args, kind)
             _options(args, args.seed).check(spec.topk)
-    if int(raw.get("vocab_size", 0)) < tokenizer.BYTES:
-        raise ConfigError(f"model {args.model}: vocab_size = {raw.get('vocab_size')}; bytes need 256 token ids")
-    tokenizer.read_prompts(args.prompts)
+            _check_length(args.simulated_length, kind, spec)
+    if "vocab_size" not in raw:
+        raise ConfigError(f"model {args.model}: vocab_size is missing from the configuration")
+    require_integer(raw["vocab_size"], f"model {args.model}: vocab_size")
+    if raw["vocab_size"] < tokenizer.BYTES:
+        raise ConfigError(f"model {args.model}: vocab_size = {raw['vocab_size']}; bytes need 256 token ids")
+    longest = max(len(tokenizer.encode(text)) for text in tokenizer.read_prompts(args.prompts, "--prompts"))
+    page = args.page_size or DEFAULT_PAGE
+    reserve = max(tree_spec(args, kind).reserve(page) for kind in kinds)
+    check_tokens(args.tokens, page, longest, args.max_new_tokens, reserve)
     check_outputs(("--json", args.json), read={"--prompts": args.prompts})
     if args.tp > 1:
         results = run_on_ranks(args.tp, _rank, args, dict(raw))
@@ -177,10 +198,22 @@ def run_plain(args: argparse.Namespace, raw: Mapping[str, Any], console: Console
     for result in results:
         print_result(console, result)
     if args.json:
-        args.json.write_text(json.dumps({"runs": [r.to_json() for r in results]}, indent=1) + "\n", encoding="utf-8")
+        with writing("--json", args.json):
+            args.json.write_text(
+                json.dumps({"runs": [r.to_json() for r in results]}, indent=1) + "\n", encoding="utf-8"
+            )
         console.print(f"numbers written to {args.json}")
     print_summary(console, results)
     return 0 if all(r.ok for r in results) else 1
+
+
+def _check_length(length: int | None, kind: str, spec: TreeSpec) -> None:
+    most = min(spec.depth, spec.width)
+    if length is not None and length > most:
+        raise ConfigError(
+            f"--simulated-length {length} with --spec {kind}; 1 to {most} is needed: no path has more rows, the root "
+            "included"
+        )
 
 
 def _rank(rank: int, args: argparse.Namespace, raw: Mapping[str, Any]) -> list[RankOutcome]:
@@ -197,7 +230,7 @@ def _options(args: argparse.Namespace, seed: int) -> TreeOptions:
         seed=seed,
         head_seed=args.seed,
         simulated_length=args.simulated_length,
-        simulated_tokens=args.simulated_tokens,
+        simulated_tokens=args.simulated_tokens or "fixed",
     )
 
 
@@ -227,7 +260,7 @@ def _run_one(
         spec,
         context_len=max(map(len, prompts)) + args.max_new_tokens,
         page=page,
-        pages=None if args.tokens is None else addressing.pages_for(args.tokens, page),
+        pages=None if args.tokens is None else args.tokens // page,
         drafter=_scripted(oracle, prompts, spec, model.config.vocab_size) if args.drafter == "scripted" else None,
         options=options,
         replica=None if seat is None else seat.replica(args.batch, spec.width, spec.depth, args.seed),
@@ -251,7 +284,7 @@ def _label(args: argparse.Namespace, kind: str, spec: TreeSpec) -> str:
         label += f", target-only sampling at temperature {args.temperature:g}"
     if args.accept == "simulated":
         length = "random lengths" if args.simulated_length is None else f"length {args.simulated_length}"
-        label += f", simulated acceptance ({length}, {args.simulated_tokens} tokens)"
+        label += f", simulated acceptance ({length}, {args.simulated_tokens or 'fixed'} tokens)"
     return label
 
 
