@@ -33,17 +33,19 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 for bad input, 130 for Ctrl-C, 141 where nobody reads the output."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        status = _run(argv)
-        sys.stdout.flush()
+        return _run(argv)
     except KeyboardInterrupt:
         print(f"dsv4-npu {' '.join(argv[:1])}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered would be written, and fail, when the interpreter ends.
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return PIPE_CLOSED
-    return status
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere: it would be written, and fail, when the interpreter ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:
@@ -55,12 +57,25 @@ def _run(argv: list[str]) -> int:
         # A command's module can take seconds to import: only the one that is asked for is.
         if name in argv[:1]:
             importlib.import_module(module).add_arguments(sub)
-    args = parser.parse_args(argv)
+    try:
+        args = parser.parse_args(argv)
+    finally:
+        # Help that nobody reads is found out here, not when the interpreter ends.
+        sys.stdout.flush()
     try:
         status: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        sys.stdout.flush()
     except BrokenPipeError:
         raise
-    except (Dsv4NpuError, OSError) as error:
+    except Dsv4NpuError as error:
         print(f"dsv4-npu {args.command}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"dsv4-npu {args.command}: {where}{error.strerror or error}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         return 2
     return status

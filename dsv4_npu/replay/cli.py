@@ -50,7 +50,7 @@ MOST_TOKENS = 2**31
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``replay``."""
     add = parser.add_argument
-    add("trace", type=Path, help="JSON lines in the Mooncake format")
+    add("trace", type=file_name, help="JSON lines in the Mooncake format")
     add("--limit", type=positive, metavar="N", help="read only the first N requests of the file")
     add("--model", default="v4_flash", help="a model name or the path of a config.json")
     add("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"))

@@ -83,3 +83,20 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_a_console_tells_of_a_closed_pipe() -> None:
     with pytest.raises(BrokenPipeError):
         options.widened(Console()).on_broken_pipe()
+
+
+def test_output_that_has_no_place() -> None:
+    for words in (PLAN, [*PLAN, "--json"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (2, "dsv4-npu plan: No space left on device\n")
+
+
+def test_help_that_nobody_reads() -> None:
+    process = subprocess.Popen([*PLAN, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.wait(60)
+    process.stderr.close()

@@ -86,6 +86,10 @@ def test_an_output_without_a_name(words: list[str], capsys: pytest.CaptureFixtur
     assert (status, "argument --json: '': the name of a file is needed" in error) == (2, True)
 
 
+def test_a_trace_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "argument trace: '': the name of a file is needed" in status_and_error(capsys, "replay", "")[1]
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny-llama"])
 @pytest.mark.parametrize("spec", ["none", "chain"])
 def test_tokens_that_hold_no_prompt(
