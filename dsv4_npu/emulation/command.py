@@ -62,7 +62,9 @@ _OPTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``run``."""
-    parser.add_argument("--model", default="tiny", help="a model name or the path of a config.json (default: tiny)")
+    parser.add_argument(
+        "--model", default="tiny", help="a model name, or the path of a config.json or of its folder (default: tiny)"
+    )
     parser.add_argument(
         "--platform", action="append", choices=("a2", "a3", "a5", "cpu"), help="may be repeated (default: a3)"
     )

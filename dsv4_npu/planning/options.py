@@ -54,7 +54,11 @@ class Answer:
 def add_deployment(parser: argparse.ArgumentParser) -> None:
     """The options that describe one deployment."""
     add = parser.add_argument
-    add("--model", default="v4_flash", help="a model name or the path of a config.json (default: v4_flash)")
+    add(
+        "--model",
+        default="v4_flash",
+        help="a model name, or the path of a config.json or of its folder (default: v4_flash)",
+    )
     add("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"), help="row formats and ownership (default: a3)")
     add("--hbm-gib", type=gib_above_zero, metavar="GIB", help="memory of ONE device, in GiB")
     add(

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", type=file_name, help="JSON lines in the Mooncake format")
     add("--limit", type=positive, metavar="N", help="read only the first N requests of the file")
-    add("--model", default="v4_flash", help="a model name or the path of a config.json")
+    add("--model", default="v4_flash", help="a model name, or the path of a config.json or of its folder")
     add("--platform", default="a3", choices=("a2", "a3", "a5", "cpu"))
     add("--spec", default="chain", choices=tuple(DEFAULT_DRAFTS), help="speculative decode")
     add("--draft-tokens", type=integer, help="drafts per verify; D is one more (chain: 3, dspark: 5)")
