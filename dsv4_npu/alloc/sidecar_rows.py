@@ -105,6 +105,12 @@ class SidecarRows:
         self.entries[row] = 0
         return Changed(np.full(len(columns), row), columns, np.zeros(len(columns), np.int32))
 
+    def least_tail(self) -> int:
+        """The fewest entries that a row with pages can still take in them; 0 without such a row."""
+        pages = np.count_nonzero(self.table, axis=1)
+        used = pages > 0
+        return int((pages[used] * self.c128_page - self.entries[used]).min()) if used.any() else 0
+
     def reset(self) -> None:
         """Forget every row without releasing anything: the pages began anew."""
         self.table[:] = 0

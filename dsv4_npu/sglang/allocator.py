@@ -44,7 +44,8 @@ class KVAllocator(Releases, Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: i
 
     Raises:
         UnavailableError: SGLang would go on to use parts of its own beside this class.
-        OwnershipError: of any call, for pages that are not what the caller says; nothing is changed then.
+        OwnershipError: of any call, for pages that are not what the caller says; nothing is changed then. On a device
+            ids of freed pages arrive late, and it is a later call that raises.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class KVAllocator(Releases, Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: i
         table: Any,
         swa_tail: int | None,
     ) -> OutCacheLoc | None:
+        self._shadow.step()
         old, new = prefix.numpy(), seq.numpy()
         growth = Growth.of(old, new, self.page_size)
         entries = Growth.of(old // RATIO, new // RATIO, self.pages.spec.c128_page_size)

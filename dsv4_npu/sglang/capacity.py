@@ -49,6 +49,10 @@ class Capacity:
         """C128 entries that request rows can still take in pages that they hold."""
         return 0 if self._table is None else int(self._table.sidecar.tail_entries)
 
+    def c128_least_tail(self) -> int:
+        """C128 entries that every request row with pages can still take in them."""
+        return 0 if self._table is None else int(self._table.sidecar.least_tail())
+
     def available_size(self) -> int:
         """Tokens that can be given out: the least of the three families."""
         return min(self.full_swa_available_size(), self.c128_available_tokens())
@@ -148,7 +152,8 @@ class PrefillBudget(SWAPrefillBudget):  # type: ignore[misc]
         if found is None:
             return None
         spec = self.allocator.pages.spec
-        entries = self._c128_left() * spec.c128_page_size + self.allocator.c128_tail_entries()
+        # A chunk goes on in its own row, which SGLang does not name here: no row has less room than this.
+        entries = self._c128_left() * spec.c128_page_size + self.allocator.c128_least_tail()
         return min(found, entries * addressing.C128_RATIO) or None
 
     def reserve(self, extend_input_len: int, max_new_tokens: int, **kwargs: Any) -> None:

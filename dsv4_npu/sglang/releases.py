@@ -18,7 +18,11 @@ I64 = npt.NDArray[np.int64]
 
 
 class Releases:
-    """The part of the allocator that frees and moves pages; mixed into it."""
+    """The part of the allocator that frees and moves pages; mixed into it.
+
+    On a CPU the ledger judges a call at once, so a refused one leaves the device's mapping alone. On a device the ids
+    arrive late and the error is raised by a later call.
+    """
 
     pages: SlotPages
     page_size: int
@@ -63,8 +67,8 @@ class Releases:
         """
         if free_index is not None and free_index.numel():
             ids = free_index.to(torch.int64) // self.page_size
-            self._forget(ids)
             self.later(ids, lambda found: self.pages.free_both(np.unique(found)), None)
+            self._forget(ids)
         if req is None or req_to_token_pool is None or req.kv.req_pool_idx is None:
             return
         row = int(req.kv.req_pool_idx)
@@ -75,9 +79,9 @@ class Releases:
         """Free the FULL and SWA pages of consecutive positions from ``start_pos``, a multiple of the page."""
         if free_index.numel():
             ids = self._segment(free_index, start_pos)
-            self._forget(ids)
             count = ids.numel()
             self.later(ids, self.pages.free_both, {FULL: count, SWA: count})
+            self._forget(ids)
 
     def free_full(self, free_index: torch.Tensor) -> None:
         """Free the FULL pages of slots whose SWA pages went before; OwnershipError where one did not."""
@@ -94,15 +98,15 @@ class Releases:
         """Free the SWA pages of a set of FULL slots; slots without one are left alone."""
         if free_index.numel():
             ids = free_index.to(torch.int64) // self.page_size
-            self._forget(ids)
             self.later(ids, lambda found: self.pages.free_peers(np.unique(found)), None)
+            self._forget(ids)
 
     def free_swa_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """:meth:`free_swa` of consecutive positions."""
         if free_index.numel():
             ids = self._segment(free_index, start_pos)
-            self._forget(ids)
             self.later(ids, self.pages.free_peers, {SWA: ids.numel()})
+            self._forget(ids)
 
     def free_group_begin(self) -> None:
         """Frees take effect at once, so a group is only a mark."""
@@ -121,7 +125,6 @@ class Releases:
         if full_indices.numel() != swa_indices.numel():
             raise InputError(f"{full_indices.numel()} FULL and {swa_indices.numel()} SWA slots: as many are needed")
         full, swa = full_indices.to(torch.int64), swa_indices.to(torch.int64)
-        self.full_to_swa_index_mapping[full] = swa
         pairs = torch.stack((full[:: self.page_size], swa[:: self.page_size])) // self.page_size
 
         def attach(ids: I64) -> None:
@@ -129,13 +132,14 @@ class Releases:
             self.pages.attach(ids[0][known], ids[1][known])
 
         self.later(pairs, attach, {})
+        self.full_to_swa_index_mapping[full] = swa
 
     def clear_full_to_swa_mapping(self, full_indices: torch.Tensor) -> None:
         """Take the SWA pages away from FULL pages without freeing them: the next mapping names their owner."""
         if full_indices.numel():
             ids = full_indices.to(torch.int64)[:: self.page_size] // self.page_size
-            self._forget(ids)
             self.later(ids, self.pages.detach, {})
+            self._forget(ids)
 
     def _segment(self, free_index: torch.Tensor, start_pos: int) -> torch.Tensor:
         if start_pos % self.page_size:

@@ -140,6 +140,13 @@ class SidecarTables:
 class RequestPool(SidecarTables, DSV4NPUReqToTokenPool):  # type: ignore[misc]
     """SGLang's request table; arguments as there."""
 
+    def free_rows(self, indices: list[int]) -> None:
+        """Rows back to the pool, emptied: also those that leave without the end of a request (beams)."""
+        for row in indices:
+            if self.sidecar.table[row].any():
+                self.clear_row(row)
+        super().free_rows(indices)
+
     def _take_rows(self, reqs: list[Any]) -> list[int] | None:
         rows: list[int] | None = ReqToTokenPool.alloc(self, reqs)
         return rows

@@ -62,7 +62,7 @@ def maybe_build_dsv4_verify_bundle(
     closing = np.flatnonzero((start[:, None] + np.arange(draft_token_num)).reshape(-1) % addressing.C4_RATIO == 3)
     return OutCacheLoc(
         full,
-        batch.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(full),
+        batch.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(full).to(full.dtype),
         full[to_device(closing, full.device)] // addressing.C4_RATIO,
         _window_c128(pool, rows, start, stop, full.device),
     )

@@ -222,6 +222,19 @@ def test_a_chunk_waits_where_no_c128_page_can_be_had() -> None:
     assert longest() == 4096
 
 
+def test_a_chunk_does_not_count_on_the_pages_of_other_rows() -> None:
+    server = Server(True, full_pages=96, c128_pages=2, rows=4)
+    short = server.request("a", [1] * 200)
+    server.prefill(short)
+    long = server.request("b", [2] * 4096)
+    server.prefill(long, GROUP)
+    # The short request's page has room for 15 entries, and the long one cannot use it.
+    assert server.alloc.create_prefill_budget(server.cache).available_chunk_tokens(4096) is None
+    server.end(short)
+    assert server.alloc.create_prefill_budget(server.cache).available_chunk_tokens(4096) == GROUP
+    server.prefill(long)
+
+
 def test_the_accounting_notices_a_c128_page_that_a_node_lost() -> None:
     server = Server(True, full_pages=96, rows=4)
     req = server.request("a", list(range(5000)))
