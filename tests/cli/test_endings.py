@@ -50,6 +50,8 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 if __name__ == "__main__":
+    # A background job of a shell inherits the signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
     replay.run = lambda args: on_ranks(2, sleeps, sys.argv[1])
     raise SystemExit(cli.main(["replay", "t"]))
