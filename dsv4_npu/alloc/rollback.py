@@ -149,7 +149,9 @@ class RingLog:
 
     def decoded(self, start: int, end: int, length: int) -> None:
         """A verify ``[start, end)`` ran from the end of the history; ``[start, length)`` is history now."""
-        self._run = (start if self._run is None else self._run[0], end, length)
+        first, reached = (start, end) if self._run is None else self._run[:2]
+        # A wide verify before a narrow one has written further than the narrow one.
+        self._run = (first, max(reached, end), length)
 
     def overrun(self, start: int, end: int) -> None:
         """A batch whose outcome nobody wanted may have written rows anywhere in ``[start, end)``."""

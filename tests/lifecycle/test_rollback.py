@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4_npu import addressing
@@ -108,6 +108,7 @@ SHAPES += [("request", False, False)]
 
 @pytest.mark.parametrize(("owner", "speculative", "tails"), SHAPES)
 @settings(max_examples=80, deadline=None)
+@example(moves=[("prefill", 7, 0), ("verify", 9, 0), ("verify", 0, 0)])
 @given(moves=MOVES)
 def test_the_log_says_exactly_what_the_rings_hold(
     owner: str, speculative: bool, tails: bool, moves: list[tuple[str, int, int]]
