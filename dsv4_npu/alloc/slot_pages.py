@@ -21,12 +21,10 @@ from dsv4_npu.alloc.state import (
     HELD,
     I32,
     I64,
-    N_FREE,
     OUTSIDE,
     STATE_NAMES,
     SWA,
     TAKEN,
-    LedgerState,
 )
 from dsv4_npu.errors import InputError, OwnershipError
 
@@ -234,9 +232,3 @@ class SlotPages(PyPages):
                 f"{FAMILY_NAMES[family]} page {pages[at]} is {STATE_NAMES[found[at]]}: it must be {STATE_NAMES[wanted]}"
             )
         self._check_once(family, pages)
-
-
-def free_tokens(state: LedgerState, family: int) -> int:
-    """Tokens (C128: entries) of the free pages of a family."""
-    unit = state.spec.c128_page_size if family == C128 else state.spec.page_size
-    return int(state.counters[N_FREE + family]) * unit

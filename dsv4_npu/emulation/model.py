@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,21 +59,38 @@ def build_model(spec: ModelSpec, seed: int = 0) -> Any:
     config._experts_implementation = "eager"
     with torch.device("meta"):
         count = sum(p.numel() for p in transformers.DeepseekV4ForCausalLM(config).parameters())
-    if count > MAX_PARAMETERS:
+    check_size(count, f"model {spec.name}", "the tiny model")
+    return seeded(
+        seed,
+        lambda: transformers.DeepseekV4ForCausalLM(config),
+        lambda model: randomise(model, torch.Generator().manual_seed(seed)),
+    )
+
+
+def check_size(parameters: int, model: str, smaller: str) -> None:
+    """Raises ConfigError for a ``model`` of more than :data:`MAX_PARAMETERS`; ``smaller`` names one that runs."""
+    if parameters > MAX_PARAMETERS:
         raise ConfigError(
-            f"model {spec.name} has {count:,} parameters; the float64 emulation runs up to {MAX_PARAMETERS:,}: "
-            "use the tiny model or a config of that size"
+            f"{model} has {parameters:,} parameters; the float64 emulation runs up to {MAX_PARAMETERS:,}: "
+            f"use {smaller} or a config of that size"
         )
+
+
+def seeded(seed: int, make: Callable[[], Any], fill: Callable[[Any], None]) -> Any:
+    """What ``make`` builds, in float64 and frozen, with its parameters set by ``fill``; the same for the same seed.
+
+    Hugging Face initialises from torch's global random state, which is left as it was; ``fill`` brings its own.
+    """
     previous = torch.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = transformers.DeepseekV4ForCausalLM(config).to(torch.float64).eval()
-        randomise(model, torch.Generator().manual_seed(seed))
+        module = make().to(torch.float64).eval()
     finally:
         torch.set_rng_state(previous)
-    for parameter in model.parameters():
+    fill(module)
+    for parameter in module.parameters():
         parameter.requires_grad_(False)
-    return model
+    return module
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from dsv4_npu.alloc.state import C128, FULL, SWA
 from dsv4_npu.errors import CapacityError, InputError, OwnershipError
 from dsv4_npu.sglang.bundle import OutCacheLoc
 from dsv4_npu.sglang.capacity import Capacity
-from dsv4_npu.sglang.families import Family, tokens_free
+from dsv4_npu.sglang.families import Family
 from dsv4_npu.sglang.late_reads import LateReads, host_ids, to_device
 from dsv4_npu.sglang.releases import Releases
 from dsv4_npu.sglang.shadow_audit import ShadowAudit, configured_every
@@ -106,7 +106,7 @@ class KVAllocator(Releases, Capacity, DSV4NPUTokenToKVPoolAllocator):  # type: i
             self.settle()
         state = self.pages.state
         unit = state.spec.c128_page_size if family == C128 else self.page_size
-        return tokens_free(self, family) + self._promised[family] * unit
+        return (state.free(family) + self._promised[family]) * unit
 
     def take(self, full: int, swa: int, c128: int) -> tuple[I32, I32, I32]:
         """Pages of the three families, all or none (CapacityError)."""

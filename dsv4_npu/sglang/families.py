@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
-from dsv4_npu.alloc.slot_pages import free_tokens
 from dsv4_npu.alloc.state import C128, FULL, SWA
 from dsv4_npu.errors import CapacityError, InputError
 
@@ -87,8 +86,3 @@ class Family(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
         calls = {FULL: core.free_full, SWA: core.free_swa_ids, C128: core.give_back_c128}
         call = calls[self._family]
         self._owner.later(pages, lambda ids: call(pick(ids)), {self._family: pages.numel()} if distinct else None)
-
-
-def tokens_free(owner: KVAllocator, family: int) -> int:
-    """Slots of the pages of a family whose ids the host knows to be free."""
-    return free_tokens(owner.pages.state, family)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsv4_npu.config import ModelSpec
-from dsv4_npu.emulation.model import cache_argument, randomise
+from dsv4_npu.emulation.model import cache_argument, randomise, seeded
 from dsv4_npu.emulation.numerics import KeepFloat64
 from dsv4_npu.errors import ConfigError
 
@@ -99,9 +99,8 @@ def build_stages(target: Any, spec: ModelSpec, seed: int = 0) -> StageNet:
     inner = target.model
     layer, head, norm = type(inner.layers[0]), type(inner.hc_head), type(inner.norm)
     size, eps = config.hidden_size, config.rms_norm_eps
-    previous = torch.get_rng_state()
-    try:
-        torch.manual_seed(seed)
+
+    def make() -> torch.nn.Module:
         parts = torch.nn.Module()
         parts.config = config
         parts.token_norm, parts.hidden_norm, parts.norm = norm(size, eps), norm(size, eps), norm(size, eps)
@@ -109,12 +108,11 @@ def build_stages(target: Any, spec: ModelSpec, seed: int = 0) -> StageNet:
         parts.layers = torch.nn.ModuleList([layer(config, index) for index in range(count)])
         parts.hc_head = head(config)
         parts.places = torch.nn.Parameter(torch.empty(PLACES, size))
-        parts = parts.to(torch.float64).eval()
+        return parts
+
+    def fill(parts: Any) -> None:
         randomise(parts, torch.Generator().manual_seed(seed + 1))
         # A place stands where an embedding does, so it is as large.
         parts.places.data *= size**0.5
-    finally:
-        torch.set_rng_state(previous)
-    for parameter in parts.parameters():
-        parameter.requires_grad_(False)
-    return StageNet(target, parts)
+
+    return StageNet(target, seeded(seed, make, fill))

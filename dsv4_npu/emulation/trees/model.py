@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dsv4_npu.emulation.model import MAX_PARAMETERS, transformers_module
+from dsv4_npu.emulation.model import check_size, seeded, transformers_module
 from dsv4_npu.errors import ConfigError, UnavailableError
 from dsv4_npu.pools.full_kv import FullKVPool
 
@@ -91,21 +91,12 @@ def build_target(raw: Mapping[str, Any], seed: int = 0) -> Any:
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     if heads % shared:
         raise ConfigError(f"num_key_value_heads = {shared}; a divisor of num_attention_heads = {heads} is needed")
-    if count > MAX_PARAMETERS:
-        raise ConfigError(
-            f"the model has {count:,} parameters; the float64 emulation runs up to {MAX_PARAMETERS:,}: "
-            f"use {TINY_NAME} or a config of that size"
-        )
-    previous = torch.get_rng_state()
-    try:
-        torch.manual_seed(seed)
-        model = model_class(config).to(torch.float64).eval()
-        _randomise(model, torch.Generator().manual_seed(seed))
-    finally:
-        torch.set_rng_state(previous)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model
+    check_size(count, "the model", TINY_NAME)
+    return seeded(
+        seed,
+        lambda: model_class(config),
+        lambda model: _randomise(model, torch.Generator().manual_seed(seed)),
+    )
 
 
 @torch.no_grad()
